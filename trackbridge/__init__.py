@@ -1,0 +1,54 @@
+"""trackbridge: a flight recorder for PyTorch training that lives inside the tracker you already use.
+
+Public names are imported when first used, so ``import trackbridge`` costs milliseconds and has no side effect.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trackbridge._version import __version__
+
+if TYPE_CHECKING:
+    from trackbridge.capsule import SpikeCapsule as SpikeCapsule
+    from trackbridge.config import TrackbridgeConfig as TrackbridgeConfig
+    from trackbridge.detectors import detect as detect
+    from trackbridge.errors import TrackbridgeError as TrackbridgeError
+    from trackbridge.history import RunRecord as RunRecord
+    from trackbridge.history import load as load
+    from trackbridge.pull import pull as pull
+    from trackbridge.records import Anomaly as Anomaly
+    from trackbridge.run import Run as Run
+    from trackbridge.run import init as init
+
+_WHERE = {
+    "Anomaly": "trackbridge.records",
+    "Run": "trackbridge.run",
+    "RunRecord": "trackbridge.history",
+    "SpikeCapsule": "trackbridge.capsule",
+    "TrackbridgeConfig": "trackbridge.config",
+    "TrackbridgeError": "trackbridge.errors",
+    "detect": "trackbridge.detectors",
+    "init": "trackbridge.run",
+    "load": "trackbridge.history",
+    "pull": "trackbridge.pull",
+}
+_MODULES = ("replay", "testing")
+
+__all__ = ["__version__", *_WHERE, *_MODULES]  # noqa: PLE0604 - names above, lazily
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(import_module(_WHERE[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"trackbridge.{name}")
+    else:
+        raise AttributeError(f"module 'trackbridge' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,54 @@
+"""The protocol every tracker is served through, and the config class that builds one.
+
+A backend is used by one thread of the shipper process, never by the training process (unless ``shipping="thread"``). It
+receives records in ascending `seq`, each `Row` already reduced by the stream policy, and answers with the highest `seq` that
+is *safe in the tracker*. It may be asked to write the same records again after a crash: `write` is idempotent in `seq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from trackbridge.records import Record, RunEnd, RunInfo
+
+
+class Backend(Protocol):
+    """A tracker. Methods raise `RetryLater`, `Rejected`, or anything else (back off, then park: the journal keeps all)."""
+
+    def open(self, run: RunInfo, /) -> int:
+        """Create or find the tracker's run. Returns the highest `seq` the tracker is known to hold, -1 if unknown."""
+        ...
+
+    def write(self, batch: Sequence[Record], /, *, timeout: float) -> int:
+        """Deliver `batch`; returns the highest `seq` now safe in the tracker (may lag behind the batch)."""
+        ...
+
+    def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
+        """Flush, and mark the run with `end` (None: only this connection ends). Returns like `write`. Bounded by `timeout`
+        seconds."""
+        ...
+
+
+class BackendConfig(BaseModel):
+    """Base of every backend's settings; validates with the vendor's package absent.
+
+    `kind` is the entry-point name. Secrets never go here (this is written to ``run.json``): a tracker's key comes from its
+    own environment variable or login file.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str
+
+    def check(self) -> None:
+        """Raise `MissingExtraError` if the vendor's package is missing. Called at `init`; contacts nobody."""
+
+    def build(self) -> Backend:
+        raise NotImplementedError(f"{type(self).__name__}.build")
+
+    def where(self, run: RunInfo) -> str | None:
+        """How a person looks at this run in the tracker: a URL or a command. None if there is nothing to look at."""
+        return None

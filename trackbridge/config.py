@@ -1,0 +1,149 @@
+"""Settings: one pydantic model, filled from keyword arguments, a YAML file or ``TRACKBRIDGE_*`` variables alike.
+
+Environment variables use ``__`` between section and key: ``TRACKBRIDGE_RECORDER__SNAPSHOT_EVERY=200``. An unknown key is an
+error that names the nearest valid one. Nothing here is read at import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from trackbridge.errors import ConfigError, nearest
+
+MiB = 1024 * 1024
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ParametersConfig(Section):
+    """Per-parameter statistics at optimizer-step time. `*_every` is a cadence in optimizer steps; 0 switches off."""
+
+    gradients_every: int = Field(1, ge=0)
+    weights_every: int = Field(10, ge=0, description="weights move slowly; also measured at the first step")
+    moments_every: int = Field(10, ge=0, description="Adam's first and second moment")
+
+
+class ActivationsConfig(Section):
+    """Activation statistics in forward hooks."""
+
+    sites: Literal["blocks", "blocks+branches", "leaf", "none"] | list[str] = "blocks"
+    every: int = Field(1, ge=1, description="cadence in optimizer steps")
+    inside_compiled: bool = Field(True, description="measure inside a whole-model torch.compile region")
+
+
+class RecorderConfig(Section):
+    """The flight recorder: what a replay needs."""
+
+    enabled: bool = True
+    batch_bytes: int = Field(4 * MiB, ge=0, description="keep a step's batches when they fit in this many bytes")
+    context_bytes: int = Field(256 * MiB, ge=MiB, description="size of the ring of step contexts on disk")
+    snapshot_every: int = Field(100, ge=0, description="steps between parameter snapshots; 0: none")
+    snapshot_bytes: int = Field(2048 * MiB, ge=0, description="host memory for snapshots; larger models get none")
+    before: int = Field(8, ge=0, description="steps before the onset in a capsule, at least")
+    after: int = Field(8, ge=0, description="steps after the anomaly in a capsule")
+    max_capsules: int = Field(20, ge=0, description="capsules per run; the most severe survive")
+    upload_batches: bool = Field(False, description="let raw batches leave this disk with the capsule")
+
+
+class DetectionConfig(Section):
+    """Anomaly detection. Defaults were chosen on real curves: see docs/detection.md."""
+
+    enabled: bool = True
+
+
+class JournalConfig(Section):
+    segment_bytes: int = Field(64 * MiB, ge=4096)
+    fsync_seconds: float = Field(5.0, gt=0)
+
+
+class StreamConfig(Section):
+    """What goes to trackers; the journal always keeps everything. `layers`: which wide series are sent."""
+
+    layers: Literal["summary", "blocks", "all"] = "blocks"
+    every: int = Field(1, ge=1, description="send every N-th step row; rows of an anomaly are always sent")
+
+
+class TrackbridgeConfig(BaseSettings):
+    """All settings of a run. See `trackbridge.init` for what each argument means."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRACKBRIDGE_", env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=False
+    )
+
+    backend: Any = None
+    project: str = "trackbridge"
+    name: str | None = None
+    dir: Path = Path("runs")
+    id: str | None = None
+    resume: Literal["never", "auto", "must"] = "never"
+    tags: tuple[str, ...] = ()
+    group: str | None = None
+    join: bool = False
+    shipping: Literal["process", "thread"] = "process"
+    strict: bool = False
+    slots: int = Field(64, ge=2, description="depth of the ring between training thread and scribe")
+
+    parameters: ParametersConfig = ParametersConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    recorder: RecorderConfig = RecorderConfig()
+    detection: DetectionConfig = DetectionConfig()
+    journal: JournalConfig = JournalConfig()
+    stream: StreamConfig = StreamConfig()
+
+    @classmethod
+    def load(cls, source: str | Path | None = None, **given: Any) -> TrackbridgeConfig:
+        """Merge keyword arguments over a YAML file over the environment. Raises `ConfigError` in one line.
+
+        Keyword arguments equal to None count as not given.
+        """
+        given = {key: value for key, value in given.items() if value is not None}
+        if source is not None:
+            given = _merge(_read_yaml(Path(source)), given)
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error, cls)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read settings file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"settings file {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"settings file {path} must hold a mapping of settings, not a {type(data).__name__}")
+    return data
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of `error`, in words a person can act on."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        owner: Any = model
+        for part in path[:-1]:
+            owner = owner.model_fields[part].annotation
+        known = [name for name in owner.model_fields if name != "kind"]
+        return f"unknown setting {'.'.join(path)!r}{nearest(path[-1], known)}; known here: {', '.join(known)}"
+    shown = f"{first['input']!r}"
+    return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown[:80]}"

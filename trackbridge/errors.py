@@ -1,0 +1,99 @@
+"""Exceptions, and the one guard between a bug of ours and somebody's training.
+
+Errors that a user can cause are raised on the user's thread, in one line, with the fix in the message. A bug of ours
+inside a hook, a step or a background thread must not stop training: the code runs inside `Part.guarded`, which logs one
+traceback, disables that part and counts. Under pytest and with ``strict=True`` the exception is raised instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal
+
+logger = logging.getLogger("trackbridge")
+
+
+class TrackbridgeError(Exception):
+    """Base of every error trackbridge raises on purpose; its text is one line that names the fix."""
+
+
+class ConfigError(TrackbridgeError):
+    """A setting is unknown, has the wrong type or contradicts another."""
+
+
+class MissingExtraError(TrackbridgeError, ImportError):
+    """A package that an optional feature needs is not installed; the text is the pip command."""
+
+
+class UsageError(TrackbridgeError, ValueError):
+    """The public interface was called in a way that cannot be right."""
+
+
+class ReferenceNotFoundError(TrackbridgeError, LookupError):
+    """A run or capsule reference names nothing that exists."""
+
+
+class CapsuleError(TrackbridgeError):
+    """A capsule is damaged, hostile, or of a format this version does not read."""
+
+
+class RetryLater(Exception):  # noqa: N818 - a signal from a backend, not an error
+    """A backend cannot take records now. `after` is the least number of seconds to wait."""
+
+    def __init__(self, after: float, why: str = "") -> None:
+        super().__init__(why or f"retry after {after:g} s")
+        self.after = after
+
+
+class Rejected(Exception):  # noqa: N818 - a signal from a backend, not an error
+    """A backend refuses some records for good. `reasons` maps their `seq` to the tracker's words."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__(f"{len(reasons)} records refused: {next(iter(reasons.values()), '')}")
+        self.reasons = reasons
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'x'?)"`, or the empty string when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+class Part:
+    """A part of trackbridge that may break without hurting training.
+
+    ``with part: ...`` swallows exceptions: the first is logged with its traceback, and the part is disabled
+    (`alive` turns False) and counted in `failures`. `strict` re-raises; so does running under pytest.
+    """
+
+    __slots__ = ("alive", "failures", "name", "strict")
+
+    def __init__(self, name: str, *, strict: bool = False) -> None:
+        self.name = name
+        self.strict = strict
+        self.alive = True
+        self.failures = 0
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False] | bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        self.failures += 1
+        if self.strict or "PYTEST_CURRENT_TEST" in os.environ:
+            return False
+        if self.alive:
+            self.alive = False
+            logger.error(
+                "trackbridge: %s failed and is switched off; training goes on. Please report this.",
+                self.name,
+                exc_info=(type(error), error, trace),
+            )
+        return True

@@ -1,0 +1,123 @@
+"""The metric catalogue: every series trackbridge writes, with unit, meaning, formula and source.
+
+Dashboards and docs are generated from this file, and a series that is not described here is not written. Names use
+``[A-Za-z0-9_./-]``; a backend that allows less maps them, injectively, inside itself. Module and parameter names are the
+model's own: wrapper prefixes (`WRAPPERS`) are removed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+LAYER = "layer/"
+ACT = "act/"
+STEP = "trackbridge/step"
+SEQ = "trackbridge/seq"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One series, or one family of series when `name` has a ``<...>`` part. `better` says which way is good, if any."""
+
+    name: str
+    unit: str
+    meaning: str
+    formula: str = ""
+    source: str = ""
+    better: str = ""
+
+
+CATALOGUE: tuple[Metric, ...] = (
+    Metric("train/loss", "", "training loss of the optimizer step", "mean over micro-batches, weighted by tokens", "", "lower"),
+    Metric("train/loss/<part>", "", "one term of a loss given as a dict"),
+    Metric("train/lr", "", "learning rate of the first parameter group"),
+    Metric("train/lr/<group>", "", "learning rate of each further parameter group"),
+    Metric("train/loss_scale", "", "GradScaler's scale"),
+    Metric("train/tokens", "tokens", "tokens consumed so far in this run"),
+    Metric("grad/norm", "", "global L2 norm of the gradient before clipping", "sqrt(sum g^2)"),
+    Metric("grad/norm_clipped", "", "global L2 norm of the gradient the optimizer used", "sqrt(sum g^2)"),
+    Metric("grad/nonfinite", "elements", "NaN or Inf elements over all gradients"),
+    Metric("param/norm", "", "global L2 norm of the trainable parameters", "sqrt(sum w^2)"),
+    Metric("optim/applied", "updates", "updates really applied so far"),
+    Metric("optim/skipped", "updates", "updates skipped so far (GradScaler overflow, guard)"),
+    Metric("optim/exp_avg_norm", "", "global L2 norm of Adam's first moment", "", "arXiv:1412.6980"),
+    Metric("optim/exp_avg_sq_norm", "", "global L2 norm of Adam's second moment", "", "arXiv:1412.6980"),
+    Metric("optim/update_ratio", "", "size of the update relative to the weights", "|dw| / |w|"),
+    Metric("perf/step_s", "s", "wall time of the step, pauses excluded", "", "", "lower"),
+    Metric("perf/fetch_s", "s", "waiting for the data loader", "", "", "lower"),
+    Metric("perf/forward_s", "s", "forward passes", "", "", "lower"),
+    Metric("perf/backward_s", "s", "backward passes", "", "", "lower"),
+    Metric("perf/optimizer_s", "s", "optimizer step", "", "", "lower"),
+    Metric("perf/other_s", "s", "the rest of the step", "step - fetch - forward - backward - optimizer"),
+    Metric("perf/tokens_per_s", "tokens/s", "tokens of the whole step over its wall time", "", "", "higher"),
+    Metric("perf/samples_per_s", "samples/s", "samples of the whole step over its wall time", "", "", "higher"),
+    Metric("perf/mfu", "", "model FLOPs utilisation, recomputation not counted", "", "arXiv:2204.02311", "higher"),
+    Metric("perf/hfu", "", "hardware FLOPs utilisation, recomputation counted", "", "arXiv:2205.05198", "higher"),
+    Metric("mem/allocated_bytes", "B", "device memory held by tensors at the end of the step"),
+    Metric("mem/reserved_bytes", "B", "device memory held by the allocator"),
+    Metric("mem/sampled_max_bytes", "B", "largest allocated value we sampled: a lower bound of the peak"),
+    Metric("mem/fragmentation", "", "share of reserved memory that is not allocated", "1 - allocated / reserved"),
+    Metric("host/rss_bytes", "B", "resident memory of the training process"),
+    Metric("layer/<parameter>/grad_norm", "", "L2 norm of this parameter's gradient, as the optimizer used it unless noted"),
+    Metric("layer/<parameter>/grad_max", "", "largest absolute gradient element"),
+    Metric("layer/<parameter>/grad_nonfinite", "elements", "NaN or Inf elements of this gradient"),
+    Metric("layer/<parameter>/weight_norm", "", "L2 norm of this parameter"),
+    Metric("layer/<parameter>/exp_avg_norm", "", "L2 norm of Adam's first moment", "", "arXiv:1412.6980"),
+    Metric("layer/<parameter>/exp_avg_sq_norm", "", "L2 norm of Adam's second moment", "", "arXiv:1412.6980"),
+    Metric("layer/<parameter>/update_ratio", "", "size of the update relative to the weight", "|dw| / |w|"),
+    Metric("act/<module>/mean", "", "mean of the module's output"),
+    Metric("act/<module>/std", "", "standard deviation of the module's output"),
+    Metric("act/<module>/rms", "", "root mean square of the module's output"),
+    Metric("act/<module>/max", "", "largest absolute output"),
+    Metric("act/<module>/kurtosis", "", "excess kurtosis of the output over all elements", "m4 / m2^2 - 3", "arXiv:2402.17762"),
+    Metric("act/<module>/nonfinite", "elements", "NaN or Inf elements of the output"),
+    Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
+    Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
+    Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf"),
+    Metric("trackbridge/step", "", "the optimizer step: the x axis of every chart"),
+    Metric("trackbridge/seq", "", "number of the journal record this row came from"),
+    Metric("trackbridge/attempt", "", "0 at first, one more with each resume"),
+    Metric("trackbridge/rows_dropped", "rows", "rows lost because the scribe could not keep up"),
+    Metric("trackbridge/overhead_share", "", "our measured share of the training thread's step time", "", "", "lower"),
+    Metric("trackbridge/lag_rows", "rows", "records this tracker is behind the journal"),
+)  # fmt: skip
+
+_ILLEGAL = re.compile(r"[^A-Za-z0-9_./-]")
+
+
+def clean(dotted: str) -> str:
+    """A module or parameter name without wrapper prefixes: ``module._orig_mod.head.weight`` -> ``head.weight``."""
+    return ".".join(part for part in dotted.split(".") if part not in WRAPPERS)
+
+
+def legal(name: str) -> str:
+    """`name` with every character outside ``[A-Za-z0-9_./-]`` replaced by ``_``."""
+    return _ILLEGAL.sub("_", name)
+
+
+def layer(parameter: str, statistic: str) -> str:
+    return f"{LAYER}{parameter}/{statistic}"
+
+
+def act(module: str, statistic: str) -> str:
+    return f"{ACT}{module}/{statistic}"
+
+
+def is_wide(name: str) -> bool:
+    """True for per-layer series, of which a large model has thousands."""
+    return name.startswith((LAYER, ACT))
+
+
+def describe(name: str) -> Metric | None:
+    """The catalogue entry of a series, families included; None for a user's own series."""
+    for metric in CATALOGUE:
+        if metric.name == name or ("<" in metric.name and _pattern(metric.name).fullmatch(name)):
+            return metric
+    return None
+
+
+def _pattern(family: str) -> re.Pattern[str]:
+    head, rest = family.split("<", 1)
+    return re.compile(re.escape(head) + ".+" + re.escape(rest.split(">", 1)[1]))

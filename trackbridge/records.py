@@ -1,0 +1,190 @@
+"""Everything that flows through trackbridge, as frozen dataclasses. No behaviour beyond reading, no dependency but numpy.
+
+A *record* is what one rank's journal holds. `seq` numbers the records of one journal without gaps, over all attempts of a
+run: rows, anomalies and artifacts share it, so one cursor per tracker says what has been delivered. `step` is the user's
+optimizer step (by default the count of `run.step` calls, from 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+RunStatus: TypeAlias = Literal["finished", "failed", "killed"]
+
+ANOMALY_KINDS = (
+    "spike", "nonfinite", "drift", "divergence", "plateau", "shift", "throughput", "memory", "stall", "rule",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The ordered series names of a row. Equal names are one `Schema` object per writer, so `id()` can key a cache."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """The values of one step. `values` is float64, shape (len(schema.names),); NaN and Inf are values, never "absent":
+    a series that has no value at this step is not in the schema. `kind` is "step" for `run.step`, "log" for `run.log`.
+    `time` is seconds since the epoch, stamped once by the training thread."""
+
+    seq: int
+    step: int
+    time: float
+    attempt: int
+    schema: Schema
+    values: FloatArray
+    kind: Literal["step", "log"] = "step"
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        return zip(self.schema.names, self.values.tolist(), strict=True)
+
+    def get(self, name: str) -> float | None:
+        """The value of `name`, or None when the row does not have it."""
+        try:
+            return float(self.values[self.schema.names.index(name)])
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One possible cause, with its evidence. `name` is a stable identifier such as ``corrupt-batch``."""
+
+    name: str
+    evidence_for: tuple[str, ...] = ()
+    evidence_against: tuple[str, ...] = ()
+    intervention: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """Something an engineer would want to be told. Written when detected, again (same `id`) when it is over or sealed.
+
+    `step` is where it was detected, `onset` where it began. `first_mover` is (series, step) of the series that left its
+    band first; `cascade` the (series, step) pairs in order. `recovered_after` counts steps from the onset, None if it did
+    not. `capsule` is the path of the spike capsule relative to the run directory. `score` is in robust sigmas.
+    """
+
+    id: str
+    kind: str
+    step: int
+    onset: int
+    severity: float
+    series: str
+    value: float
+    expected: float
+    score: float
+    first_mover: tuple[str, int] | None = None
+    cascade: tuple[tuple[str, int], ...] = ()
+    recovered_after: int | None = None
+    ranks: tuple[int, ...] = (0,)
+    hypotheses: tuple[Hypothesis, ...] = ()
+    capsule: str | None = None
+    attempt: int = 0
+    time: float = 0.0
+    notes: tuple[str, ...] = ()
+    seq: int = -1
+
+    def updated(self, **changes: Any) -> Anomaly:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file or folder for the tracker's artifact store. `path` is relative to the run directory; our copy stays until
+    the tracker has it. `name` uses only ``[A-Za-z0-9._-]``. `metadata` is JSON."""
+
+    seq: int
+    step: int
+    time: float
+    name: str
+    kind: str
+    path: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """The user's configuration, provenance, or other facts for the tracker's config panel. `values` is JSON."""
+
+    seq: int
+    time: float
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of an attempt. `error` is one line, set when `status` is "failed"."""
+
+    seq: int
+    time: float
+    status: RunStatus
+    attempt: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Identity of one micro-batch as it was consumed. Unknown is None, never guessed.
+
+    `loader` numbers the loaders in order of first use; `index` is the batch number within `epoch`. `sample_ids` are the
+    sampler's indices. `rng` is the packed RNG state after this fetch, present only when the fetch itself moved it.
+    `skeleton` and the arrays under `tensors` are the batch (`trackbridge.tree`), when it fitted the budget.
+    `tokens` holds token statistics for integer tensors.
+    """
+
+    loader: int | None = None
+    epoch: int | None = None
+    index: int | None = None
+    sample_ids: tuple[int | str, ...] | None = None
+    fingerprint: str | None = None
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, np.ndarray] | None = None
+    skeleton: Any = None
+    tensors: Mapping[str, np.ndarray] | None = None
+    why_no_tensors: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What is needed to run one step again, taken before the step ran. Lives in the context journal, which is a ring.
+
+    `rng` maps generator names to arrays (see `trackbridge.rng`): the state with which the first forward pass of the step
+    started, that is after the first fetch where `run.batches` saw it, else at the end of the step before.
+    """
+
+    seq: int
+    step: int
+    attempt: int
+    rng: Mapping[str, np.ndarray]
+    micro: tuple[MicroBatch, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+Record: TypeAlias = Row | Anomaly | Artifact | Params | RunEnd | StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Who a run is, for a backend. `directory` is the absolute path of the run directory; `start_step` the first step of
+    this attempt; `attempt` is 0 at first and grows by one with each resume."""
+
+    project: str
+    run_id: str
+    name: str
+    directory: str
+    attempt: int = 0
+    start_step: int = 0
+    created: float = 0.0
+    tags: tuple[str, ...] = ()
+    group: str | None = None
+    rank: int = 0
+    world_size: int = 1

@@ -1,0 +1,141 @@
+"""The run directory: where things are in it, and ``run.json``, which says what the run is.
+
+Everything that reads a run (history, seal, shipper, command line) starts here. ``run.json`` is replaced atomically and
+holds no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError
+from trackbridge.records import RunInfo
+
+
+class Attempt(BaseModel):
+    """One process life of a run. `pid` and `host` let a reader on the same host see whether the trainer is alive."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    number: int
+    start_step: int
+    time: float
+    pid: int
+    host: str
+    world_size: int = 1
+
+
+class RunFile(BaseModel):
+    """The content of ``run.json``. `config` is the user's own; `settings` ours; `backends` their configs as JSON."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format_version: int = 1
+    project: str
+    run_id: str
+    name: str
+    created: float
+    tags: tuple[str, ...] = ()
+    group: str | None = None
+    attempts: list[Attempt] = []
+    backends: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+
+
+class RunDirectory:
+    """Paths inside one run directory. Creates nothing by itself."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.file = self.path / "run.json"
+        self.provenance = self.path / "provenance.json"
+        self.capsules = self.path / "capsules"
+        self.artifacts = self.path / "artifacts"
+        self.shipper = self.path / "shipper"
+
+    def rank(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}"
+
+    def rows(self, rank: int = 0) -> Path:
+        return self.rank(rank) / "rows"
+
+    def contexts(self, rank: int = 0) -> Path:
+        return self.rank(rank) / "contexts"
+
+    def snapshots(self, rank: int = 0) -> Path:
+        return self.rank(rank) / "snapshots"
+
+    def ranks(self) -> list[int]:
+        """The ranks that have a folder here, ascending."""
+        return sorted(int(p.name[5:]) for p in self.path.glob("rank-[0-9][0-9][0-9][0-9]*") if p.is_dir())
+
+    def read(self) -> RunFile:
+        """``run.json``. Raises `ReferenceNotFoundError` if this is no run directory, `TrackbridgeError` if it is damaged."""
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise ReferenceNotFoundError(f"{self.path} is not a run directory: it has no run.json") from None
+        try:
+            return RunFile.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise TrackbridgeError(f"{self.file} is damaged: {first['msg']}") from None
+
+    def write(self, file: RunFile) -> None:
+        write_atomic(self.file, file.model_dump_json(indent=1).encode())
+
+    def info(self, attempt: int = -1, *, rank: int = 0) -> RunInfo:
+        """The run as a backend sees it; `attempt` indexes the attempts, the newest by default."""
+        file = self.read()
+        life = file.attempts[attempt]
+        return RunInfo(
+            project=file.project,
+            run_id=file.run_id,
+            name=file.name,
+            directory=str(self.path),
+            attempt=life.number,
+            start_step=life.start_step,
+            created=file.created,
+            tags=file.tags,
+            group=file.group,
+            rank=rank,
+            world_size=life.world_size,
+        )
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` so that a reader or a crash sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+
+
+def dumps(value: Any) -> str:
+    """Strict JSON: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"; unknown objects their repr."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if value != value:
+            return "NaN"
+        return value if value not in (float("inf"), float("-inf")) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "size", 2) == 1:
+        return _plain(value.item())
+    return repr(value)
