@@ -36,7 +36,7 @@ _WHERE = {
 }
 _MODULES = ("replay", "testing")
 
-__all__ = ["__version__", *_WHERE, *_MODULES]  # noqa: PLE0604 - names above, lazily
+__all__ = ["__version__", *_WHERE, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

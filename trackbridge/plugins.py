@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from trackbridge.errors import ConfigError, MissingExtraError, nearest
 BACKENDS = "trackbridge.backends"
 
 
-@lru_cache(maxsize=None)
+@cache
 def available(group: str) -> dict[str, EntryPoint]:
     """Entry points of `group` by name; built-ins and third parties come through the same door."""
     return {point.name: point for point in entry_points(group=group)}
