@@ -1,0 +1,71 @@
+"""Which of the training processes this is, and one agreement between them at start.
+
+Agreement goes through the process group's key-value store, not a collective: a rank that never calls `init` makes the others
+fail in seconds with a sentence instead of hanging in NCCL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from trackbridge.errors import UsageError
+
+_inits = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Global rank and world size. The leader (rank 0) is the only one that ships."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """From torch.distributed where it is initialised, else from the launcher's environment."""
+        dist = _initialised()
+        if dist is not None:
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+    def agree(self, value: str | None, *, timeout: float = 15.0) -> str | None:
+        """The leader's `value`, on every rank. Blocks up to `timeout` seconds for the others.
+
+        Raises `UsageError` when a rank does not take part, or when there is no process group to agree over.
+        """
+        if self.world_size == 1:
+            return value
+        dist = _initialised()
+        if dist is None:
+            if value is not None:
+                return value
+            raise UsageError(
+                f"world size is {self.world_size} but torch.distributed is not initialised: call init_process_group "
+                "before trackbridge.init, or pass the same id= on every rank"
+            )
+        store = dist.distributed_c10d._get_default_store()
+        key = f"trackbridge/{next(_inits)}"
+        store.set(f"{key}/{self.rank}", "" if value is None else value)
+        try:
+            store.wait([f"{key}/{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
+        except RuntimeError as error:  # DistStoreError
+            raise UsageError(
+                f"not every rank called trackbridge.init within {timeout:g} s: "
+                f"call it on all {self.world_size} ranks or on none"
+            ) from error
+        return store.get(f"{key}/0").decode() or None
+
+
+def _initialised() -> Any:
+    """torch.distributed if it is imported and initialised, else None; imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
