@@ -1,0 +1,140 @@
+"""Gets spike capsules made, beside training: pins the snapshot at once, has a child process seal when the window is full.
+
+Sealing imports pyarrow and pandas, writes parquet and hashes: in this process that would hold the GIL for a third of a
+second. So it runs as ``python -m trackbridge.seal`` and reads only the run directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trackbridge.config import RecorderConfig
+from trackbridge.journal import JournalWriter
+from trackbridge.recorder import Recorder
+from trackbridge.records import Anomaly
+from trackbridge.rundir import RunDirectory
+
+logger = logging.getLogger("trackbridge")
+
+SEALED_KINDS = ("spike", "nonfinite", "divergence", "shift")
+"""Anomalies that get a capsule. Slow ones (drift, plateau) have no step that a replay could explain."""
+
+
+@dataclass(slots=True)
+class _Capsule:
+    """One capsule under way. `first` is the first step it must hold."""
+
+    anomaly: Anomaly
+    path: str
+    first: int
+    last: int
+    asked: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Sealer:
+    """Used by the scribe's thread; its own worker thread waits for disk and child processes.
+
+    `sealed(anomaly, error)` is called on the worker thread when a capsule is ready (`error` None) or could not be made.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: RecorderConfig,
+        recorder: Recorder,
+        contexts: JournalWriter,
+        sealed: Callable[[Anomaly, str | None], None],
+    ) -> None:
+        self._directory = directory
+        self._config = config
+        self._recorder = recorder
+        self._contexts = contexts
+        self._sealed = sealed
+        self._capsules: list[_Capsule] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._child: subprocess.Popen[str] | None = None
+        self._giving_up = False
+
+    def consider(self, anomaly: Anomaly) -> Anomaly:
+        """The anomaly with the capsule it will be in, if it gets one. A neighbour of an open capsule shares it."""
+        if anomaly.kind not in SEALED_KINDS or anomaly.capsule is not None:
+            return anomaly
+        for capsule in self._capsules:
+            if capsule.first <= anomaly.step <= capsule.last and capsule.anomaly.attempt == anomaly.attempt:
+                return anomaly.updated(capsule=capsule.path)
+        if len(self._capsules) >= self._config.max_capsules:
+            return anomaly
+        path = f"capsules/spike-{anomaly.step}"
+        if any(c.path == path for c in self._capsules) or (self._directory.path / path).exists():
+            path = f"{path}-{anomaly.attempt}"
+        first = max(anomaly.onset - self._config.before, 0)
+        anomaly = anomaly.updated(capsule=path)
+        self._capsules.append(_Capsule(anomaly, path, first, anomaly.step + self._config.after))
+        self._contexts.hold(max(first - self._config.snapshot_every, 0))
+        self._run(lambda: self._pin(first))
+        return anomaly
+
+    def advance(self, step: int) -> None:
+        """Seal what is due: the step has passed the end of its window."""
+        for capsule in self._capsules:
+            if not capsule.asked and step >= capsule.last:
+                self._ask(capsule)
+
+    def finish(self, timeout: float) -> bool:
+        """Seal everything now. Returns False if not all was done within `timeout` seconds; `trackbridge sync` does the rest."""
+        deadline = time.monotonic() + timeout
+        for capsule in self._capsules:
+            if not capsule.asked:
+                self._ask(capsule)
+        done = all([capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in self._capsules])
+        self._giving_up = True
+        if not done and self._child is not None:
+            self._child.kill()
+        return done
+
+    def _ask(self, capsule: _Capsule) -> None:
+        capsule.asked = True
+        self._contexts.sync()
+        self._run(lambda: self._seal(capsule))
+
+    def _pin(self, first: int) -> None:
+        why_not = self._recorder.pin(first)
+        if why_not:
+            logger.info("trackbridge: no snapshot kept for the capsule: %s", why_not)
+
+    def _seal(self, capsule: _Capsule) -> None:
+        if self._giving_up:
+            return
+        command = [sys.executable, "-m", "trackbridge.seal", str(self._directory.path), capsule.anomaly.id]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        _, words = self._child.communicate()
+        code, self._child = self._child.returncode, None
+        error = None if code == 0 else (words.strip().splitlines() or [f"exit status {code}"])[-1]
+        self._contexts.release(max(capsule.first - self._config.snapshot_every, 0))
+        self._sealed(capsule.anomaly, error)
+        capsule.done.set()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="trackbridge-sealer", daemon=True)
+            self._worker.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            except Exception:
+                logger.exception("trackbridge: a capsule could not be made; training goes on")
