@@ -1,0 +1,342 @@
+"""SpikeCapsule: one anomaly with all that is needed to explain it and to run the bad step again, as a folder.
+
+The folder's format is ``docs/capsule.md``. There is no pickle in it, every file's digest is in the manifest and checked by
+`load`, so loading a capsule that a stranger made runs no code and reads nothing outside it.
+
+A folder may have a neighbour ``<name>.local`` with the raw batches, which stay on the recording machine unless
+``recorder.upload_batches`` is on. The manifest names and digests them; `load` joins them when they are there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+
+from trackbridge import untrusted
+from trackbridge.capsule_parts import BATCHES, LAYERS, RNG, TENSORS, WINDOW, Batches, RngStates, read_frame, read_series
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError
+from trackbridge.records import Anomaly
+from trackbridge.rundir import dumps
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+    from trackbridge.rng import RestoreReport
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+LOCAL = ".local"
+
+Tier: TypeAlias = Literal["explain", "re-feed", "re-execute"]
+
+
+class FileEntry(BaseModel):
+    """A file of the capsule: lower-case hex SHA-256 and size."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class LocalFiles(BaseModel):
+    """What the recording machine keeps beside the capsule, and what the capsule is with it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tier: Tier
+    files: dict[str, FileEntry]
+    missing: list[str] = []
+
+
+class SpikeCapsule(BaseModel):
+    """The manifest of a capsule, and, when it was loaded, the way to its contents.
+
+    `step` is where the anomaly was detected, `restart_step` the first step a replay runs, `span` (``window`` in the JSON)
+    the first and last recorded step. `missing` says in words what is lacking and what that costs a replay. `settings` are the
+    recording's own: a replay must attach the same probes. `ranks` are those whose folders are here, of `world_size`.
+    """
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True, protected_namespaces=())
+
+    format_version: int = FORMAT_VERSION
+    tier: Tier
+    project: str = ""
+    run: str
+    name: str = ""
+    attempt: int = 0
+    step: int
+    restart_step: int
+    anomaly: Anomaly
+    span: tuple[int, int] = Field(alias="window")
+    world_size: int = Field(1, ge=1)
+    ranks: tuple[int, ...] = (0,)
+    created: float = 0.0
+    provenance: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    files: dict[str, FileEntry] = {}
+    local: LocalFiles | None = None
+    missing: list[str] = []
+
+    _path: Path | None = PrivateAttr(None)
+    _local_path: Path | None = PrivateAttr(None)
+
+    @field_validator("span")
+    @classmethod
+    def _ordered(cls, span: tuple[int, int]) -> tuple[int, int]:
+        if span[0] > span[1]:
+            raise ValueError(f"the window ends at {span[1]}, before it begins at {span[0]}")
+        return span
+
+    def to_json(self) -> str:
+        """The manifest as strict JSON; a non-finite number is the string "NaN", "Infinity" or "-Infinity"."""
+        return dumps(self.model_dump(by_alias=True, mode="python", exclude_none=False) | {"anomaly": _anomaly(self.anomaly)})
+
+    # -- what is in it (rank by rank where ranks differ)
+
+    @property
+    def path(self) -> Path:
+        """The capsule's folder."""
+        if self._path is None:
+            raise CapsuleError("this is a manifest only; load the capsule with trackbridge.pull(path)")
+        return self._path
+
+    @property
+    def steps(self) -> range:
+        """Steps of the window, first to last."""
+        return range(self.span[0], self.span[1] + 1)
+
+    @cached_property
+    def window(self) -> pd.DataFrame:
+        """Run-level series, a row per step from the restart point to the window's end: step, time, attempt, series..."""
+        return read_frame(self.path / WINDOW)
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """Per-layer statistics: step, family ("layer" or "act"), layer, a column per statistic (NaN: absent or NaN)."""
+        return read_frame(self.path / LAYERS)
+
+    def series(self, rank: int = 0) -> dict[int, dict[str, float]]:
+        """{step: {series: value}} exactly as `rank` recorded it, wide series included; what is absent is absent."""
+        folder = self.path if rank == 0 else self._rank(rank)
+        return read_series(folder / WINDOW, folder / LAYERS)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """Micro-batches of rank 0 by step; `.frame` is the table. See `micro_batches` for other ranks."""
+        return self.micro_batches()
+
+    def micro_batches(self, rank: int = 0) -> Batches:
+        name = f"rank-{rank:04d}/{TENSORS}"
+        tensors = None
+        if name in self.files:
+            tensors = self.path / name
+        elif self._local_path is not None and self.local is not None and name in self.local.files:
+            tensors = self._local_path / name
+        return Batches(self._rank(rank) / BATCHES, tensors, self.rng_states(rank))
+
+    def rng_states(self, rank: int = 0) -> RngStates:
+        return RngStates(self._rank(rank) / RNG)
+
+    def rng(self, step: int, rank: int = 0) -> dict[str, np.ndarray]:
+        """Packed RNG states before `step`, by generator; empty if not recorded."""
+        return self.rng_states(rank).before(step)
+
+    def has_state(self, rank: int = 0) -> bool:
+        """True if the parameters and optimizer state at the restart point are here."""
+        prefix = f"rank-{rank:04d}/state/"
+        return any(name.startswith(prefix) for name in self.files)
+
+    def state(self, rank: int = 0) -> Any:
+        """Models, optimizers, scaler and further state before `restart_step` (`trackbridge.recorder`). Imports torch."""
+        from trackbridge import tree
+
+        if not self.has_state(rank):
+            raise CapsuleError(f"this capsule holds no parameter snapshot of rank {rank}: its tier is {self.tier!r}")
+        return tree.load(self._rank(rank) / "state")
+
+    def restore_rng(
+        self, rank: int = 0, step: int | None = None, generators: Mapping[str, Any] | None = None, *, strict: bool = False
+    ) -> RestoreReport:
+        """Set this process' generators to their states before `step` (default: the anomaly's). Imports torch.
+
+        `generators` are those the user registered with `run.watch(generators=...)`. The report says what was restored and
+        what could not be; with `strict` the latter raises `CapsuleError`.
+        """
+        from trackbridge import rng
+
+        step = self.step if step is None else step
+        packed = self.rng(step, rank)
+        if not packed:
+            recorded = _ranges(self.rng_states(rank).steps)
+            raise CapsuleError(f"no RNG state of rank {rank} before step {step}; recorded: {recorded}")
+        return rng.restore(packed, generators or {}, strict=strict)
+
+    def verify(self) -> int:
+        """Check every file against the manifest again. Returns how many were checked; raises `CapsuleError` at the first
+        that does not match."""
+        checked = _check_files(self.path, self.files)
+        if self.local is not None and self._local_path is not None:
+            checked += _check_files(self._local_path, self.local.files)
+        return checked
+
+    def _rank(self, rank: int) -> Path:
+        if rank not in self.ranks:
+            raise CapsuleError(f"this capsule holds nothing of rank {rank}; it has {_ranges(list(self.ranks))}")
+        return self.path / f"rank-{rank:04d}"
+
+
+def write(
+    destination: Path,
+    manifest: SpikeCapsule,
+    fill: Callable[[Path], None],
+    fill_local: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write a capsule so that `destination` is whole or absent: under a temporary name, fsynced, renamed.
+
+    `fill(folder)` writes the files, `fill_local(folder)` those that stay on this machine (``<destination>.local``). The
+    manifest's `files` and `local.files` are filled in here. Raises `CapsuleError` if `destination` exists.
+    """
+    if destination.exists():
+        raise CapsuleError(f"{destination} exists already")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+    beside = destination.with_name(f".{destination.name}{LOCAL}.{os.getpid()}.tmp")
+    try:
+        for folder in (temporary, beside):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        fill(temporary)
+        local = manifest.local
+        if local is not None and fill_local is not None:
+            fill_local(beside)
+            local = local.model_copy(update={"files": _entries(beside)})
+        complete = manifest.model_copy(update={"files": _entries(temporary), "local": local})
+        (temporary / MANIFEST).write_text(complete.to_json(), encoding="utf-8")
+        _sync(temporary)
+        if local is not None:
+            _sync(beside)
+            target = destination.with_name(destination.name + LOCAL)
+            shutil.rmtree(target, ignore_errors=True)  # left by a sealing that was killed between the two renames
+            beside.rename(target)
+        try:
+            temporary.rename(destination)
+        except OSError:
+            raise CapsuleError(f"{destination} was written by another process meanwhile") from None
+        _sync_folder(destination.parent)
+    finally:
+        for folder in (temporary, beside):
+            shutil.rmtree(folder, ignore_errors=True)
+    return destination
+
+
+def load(path: str | Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCapsule:
+    """Open the capsule at `path` after checking all of it. Safe for a capsule from a stranger.
+
+    Raises `ReferenceNotFoundError` if there is none, `CapsuleError` in one line if it is damaged, hostile, of an unknown
+    format, or claims more than `max_bytes`.
+    """
+    folder = Path(path).absolute()
+    if not (folder / MANIFEST).is_symlink() and not (folder / MANIFEST).exists():
+        raise ReferenceNotFoundError(f"{folder} is not a capsule: it has no {MANIFEST}")
+    capsule = parse_manifest(untrusted.read_json(folder / MANIFEST))
+    beside = folder.with_name(folder.name + LOCAL)
+    joined = capsule.local is not None and beside.is_dir() and not beside.is_symlink()
+    entries = list(capsule.files.items()) + (list(capsule.local.files.items()) if joined and capsule.local else [])
+    check_entries(dict(entries), max_bytes=max_bytes)
+    _check_files(folder, capsule.files)
+    if joined and capsule.local is not None:
+        _check_files(beside, capsule.local.files)
+        capsule = capsule.model_copy(update={"tier": capsule.local.tier, "missing": capsule.local.missing})
+        capsule._local_path = beside
+    capsule._path = folder
+    return capsule
+
+
+def parse_manifest(data: Any) -> SpikeCapsule:
+    """The manifest in `data` (from strict JSON). Raises `CapsuleError` in one line."""
+    if not isinstance(data, dict):
+        raise CapsuleError(f"{MANIFEST} holds a {type(data).__name__}, not an object")
+    version = data.get("format_version")
+    if not isinstance(version, (int, str)) or isinstance(version, bool) or not str(version).split(".")[0].isdecimal():
+        raise CapsuleError(f"{MANIFEST} states no format version")
+    major = int(str(version).split(".")[0][:9])
+    if major != FORMAT_VERSION:
+        raise CapsuleError(
+            f"the capsule has format version {str(version)[:20]}; this trackbridge reads version {FORMAT_VERSION}: upgrade it"
+        )
+    try:
+        return SpikeCapsule.model_validate(data | {"format_version": major})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:120]
+        raise CapsuleError(f"{MANIFEST} is not valid: {where!r}: {first['msg'][:160]}") from None
+
+
+def check_entries(files: Mapping[str, FileEntry], *, max_bytes: int = untrusted.TOTAL_BYTES) -> None:
+    """Refuse paths and sizes of a manifest before any file is opened or fetched."""
+    for name in files:
+        untrusted.check_path(name)
+    if len(files) > untrusted.FILES:
+        raise CapsuleError(f"the capsule claims {len(files)} files, more than {untrusted.FILES}")
+    total = sum(entry.bytes for entry in files.values())
+    if total > max_bytes:
+        raise CapsuleError(f"the capsule claims {total} bytes, more than the limit of {max_bytes}; max_bytes= raises it")
+
+
+def _check_files(folder: Path, files: Mapping[str, FileEntry]) -> int:
+    """Presence, kind, size and digest of every file; nothing unlisted."""
+    found = untrusted.listing(folder)
+    found.pop(MANIFEST, None)
+    for name, entry in files.items():
+        if name not in found:
+            raise CapsuleError(f"{name} is in the manifest but not in {folder.name}")
+        if found[name] != entry.bytes:
+            raise CapsuleError(f"{name} has {found[name]} bytes, the manifest says {entry.bytes}: truncated or altered")
+    extra = sorted(found.keys() - files.keys())
+    if extra:
+        raise CapsuleError(f"{extra[0][:120]!r} is in {folder.name} but not in its manifest")
+    for name, entry in files.items():
+        if untrusted.digest(folder / name) != entry.sha256:
+            raise CapsuleError(f"{name} does not match its digest: damaged or altered")
+    return len(files)
+
+
+def _entries(folder: Path) -> dict[str, FileEntry]:
+    found = untrusted.listing(folder)
+    for name in found:
+        untrusted.check_path(name)  # we write what we would read
+    return {name: FileEntry(sha256=untrusted.digest(folder / name), bytes=size) for name, size in sorted(found.items())}
+
+
+def _anomaly(anomaly: Anomaly) -> dict[str, Any]:
+    return asdict(anomaly)
+
+
+def _sync(folder: Path) -> None:
+    for current, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with (Path(current) / name).open("rb") as handle:
+                os.fsync(handle.fileno())
+        _sync_folder(Path(current))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _ranges(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,289 @@
+"""The data files of a capsule, each with its writer and its reader side by side: series, RNG states, batches.
+
+Readers assume nothing about who wrote the file; they go through `trackbridge.untrusted`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trackbridge import untrusted
+from trackbridge.errors import CapsuleError
+from trackbridge.names import is_wide
+from trackbridge.records import MicroBatch, Row, StepContext
+from trackbridge.rundir import dumps
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+WINDOW = "window.parquet"
+LAYERS = "layers.parquet"
+RNG = "rng.safetensors"
+BATCHES = "batches.parquet"
+TENSORS = "batches.safetensors"
+
+_ROW_COLUMNS = ("step", "time", "attempt")
+_LAYER_COLUMNS = ("step", "family", "layer")
+_BATCH_COLUMNS = ("step", "micro", "loader", "epoch", "index", "sample_ids", "fingerprint", "tokens", "kept", "why_not_kept")
+
+
+# -- series
+
+
+def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """``window.parquet``: a row per step, run-level series as float64. ``layers.parquet``: a row per step and layer.
+    A series that a step does not have is null; NaN is NaN."""
+    import pyarrow as pa
+
+    narrow = list(dict.fromkeys(name for row in rows for name in row.schema.names if not is_wide(name)))
+    table = {"step": pa.array([row.step for row in rows], pa.int64())}
+    table["time"] = pa.array([row.time for row in rows], pa.float64())
+    table["attempt"] = pa.array([row.attempt for row in rows], pa.int64())
+    values = [dict(row.items()) for row in rows]
+    for name in narrow:
+        if name not in _ROW_COLUMNS:
+            table[name] = pa.array([value.get(name) for value in values], pa.float64())
+    _write(folder / WINDOW, table)
+
+    keys: list[tuple[int, str, str]] = []
+    cells: list[dict[str, float]] = []
+    for row, value in zip(rows, values, strict=True):
+        of_step: dict[tuple[str, str], dict[str, float]] = {}
+        for name in value:
+            if is_wide(name):
+                family, _, rest = name.partition("/")
+                layer, _, statistic = rest.rpartition("/")
+                of_step.setdefault((family, layer), {})[statistic] = value[name]
+        keys += [(row.step, family, layer) for family, layer in of_step]
+        cells += of_step.values()
+    statistics = list(dict.fromkeys(name for cell in cells for name in cell))
+    wide = {"step": pa.array([key[0] for key in keys], pa.int64())}
+    wide["family"] = pa.array([key[1] for key in keys], pa.string())
+    wide["layer"] = pa.array([key[2] for key in keys], pa.string())
+    for name in statistics:
+        wide[name] = pa.array([cell.get(name) for cell in cells], pa.float64())
+    _write(folder / LAYERS, wide)
+
+
+def read_frame(path: Path) -> pd.DataFrame:
+    """A table as pandas shows it best: strings as objects, nulls of numbers as NaN."""
+    import pyarrow as pa
+
+    table = untrusted.read_parquet(path)
+    plain = [pa.field(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in table.schema]
+    frame: pd.DataFrame = table.cast(pa.schema(plain)).to_pandas(ignore_metadata=True)
+    return frame
+
+
+def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
+    """{step: {series: value}}, wide series included; a null is absent, NaN is NaN."""
+    found: dict[int, dict[str, float]] = {}
+    table = untrusted.read_parquet(window)
+    steps = _integers(table, "step", window)
+    for step in steps:
+        found[step] = {}
+    for name in table.column_names:
+        if name not in _ROW_COLUMNS:
+            for step, value in zip(steps, table.column(name).to_pylist(), strict=True):
+                if value is not None:
+                    found[step][name] = _float(value, window)
+    table = untrusted.read_parquet(layers)
+    steps, families, names = (_column(table, name, layers) for name in _LAYER_COLUMNS)
+    owners = [(found.get(step), f"{family}/{layer}/") for step, family, layer in zip(steps, families, names, strict=True)]
+    for name in table.column_names:
+        if name not in _LAYER_COLUMNS:
+            for (series, prefix), value in zip(owners, table.column(name).to_pylist(), strict=True):
+                if series is not None and value is not None:
+                    series[prefix + name] = _float(value, layers)
+    return found
+
+
+# -- RNG states: "step/<step>/<generator>" before the step, "micro/<step>/<k>/<generator>" after the fetch of micro-batch k
+
+
+def write_rng(folder: Path, contexts: Sequence[StepContext]) -> None:
+    from safetensors.numpy import save_file
+
+    arrays: dict[str, np.ndarray] = {}
+    for context in contexts:
+        arrays |= {f"step/{context.step}/{name}": np.ascontiguousarray(a) for name, a in context.rng.items()}
+        for k, micro in enumerate(context.micro):
+            arrays |= {f"micro/{context.step}/{k}/{name}": np.ascontiguousarray(a) for name, a in (micro.rng or {}).items()}
+    save_file(arrays, folder / RNG)
+
+
+class RngStates:
+    """The states in one ``rng.safetensors``, read as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names, _ = untrusted.safetensors_header(path)
+        self.steps = sorted({_number(name.split("/")[1], path) for name in self._names if name.startswith("step/")})
+
+    def before(self, step: int) -> dict[str, np.ndarray]:
+        """Generator name -> packed state before `step`; empty when it was not recorded."""
+        return self._under(f"step/{step}/")
+
+    def after_fetch(self, step: int, micro: int) -> dict[str, np.ndarray]:
+        """The state after the fetch of micro-batch `micro` of `step`, when that fetch moved it; else empty."""
+        return self._under(f"micro/{step}/{micro}/")
+
+    def _under(self, prefix: str) -> dict[str, np.ndarray]:
+        return untrusted.read_safetensors(
+            self._path, {name: name[len(prefix) :] for name in self._names if name.startswith(prefix)}
+        )
+
+
+# -- batches
+
+
+def write_batches(folder: Path, contexts: Sequence[StepContext]) -> None:
+    """``batches.parquet``: identity of every micro-batch. The batches themselves are `write_tensors`."""
+    import pyarrow as pa
+
+    micros = [(context.step, k, micro) for context in contexts for k, micro in enumerate(context.micro)]
+    table = {
+        "step": pa.array([step for step, _, _ in micros], pa.int64()),
+        "micro": pa.array([k for _, k, _ in micros], pa.int64()),
+        "loader": pa.array([m.loader for _, _, m in micros], pa.int64()),
+        "epoch": pa.array([m.epoch for _, _, m in micros], pa.int64()),
+        "index": pa.array([m.index for _, _, m in micros], pa.int64()),
+        "sample_ids": pa.array([_ids(m) for _, _, m in micros], pa.string()),
+        "fingerprint": pa.array([m.fingerprint for _, _, m in micros], pa.string()),
+        "tokens": pa.array([dumps(dict(m.tokens)) for _, _, m in micros], pa.string()),
+        "kept": pa.array([m.tensors is not None for _, _, m in micros], pa.bool_()),
+        "why_not_kept": pa.array([m.why_no_tensors for _, _, m in micros], pa.string()),
+    }
+    _write(folder / BATCHES, table)
+
+
+def write_tensors(folder: Path, contexts: Sequence[StepContext]) -> bool:
+    """``batches.safetensors``: leaves as "<step>/<micro>/<leaf>", skeletons (`trackbridge.tree`) in the metadata, because a
+    skeleton may hold the batch's strings. Returns False, and writes nothing, when no batch was kept."""
+    from safetensors.numpy import save_file
+
+    arrays: dict[str, np.ndarray] = {}
+    skeletons: dict[str, str] = {}
+    for context in contexts:
+        for k, micro in enumerate(context.micro):
+            if micro.tensors is not None:
+                skeletons[f"{context.step}/{k}"] = json.dumps(micro.skeleton, allow_nan=False)
+                arrays |= {f"{context.step}/{k}/{leaf}": np.ascontiguousarray(a) for leaf, a in micro.tensors.items()}
+    if skeletons:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, folder / TENSORS, metadata=skeletons)
+    return bool(skeletons)
+
+
+class Batches(Mapping[int, tuple[MicroBatch, ...]]):
+    """The micro-batches of each step of one rank. `batches[step]` reads that step's tensors, if they are here.
+
+    `frame` is ``batches.parquet``: step, micro, loader, epoch, index, sample ids, fingerprint, token statistics.
+    """
+
+    def __init__(self, table: Path, tensors: Path | None, rng: RngStates) -> None:
+        self.frame = read_frame(table)
+        missing = [name for name in _BATCH_COLUMNS if name not in self.frame.columns]
+        if missing:
+            raise CapsuleError(f"{table.name} lacks the column {missing[0]!r}")
+        self._tensors = tensors
+        self._rng = rng
+        self._leaves: dict[str, list[str]] = {}
+        self._skeletons: dict[str, str] = {}
+        if tensors is not None:
+            names, self._skeletons = untrusted.safetensors_header(tensors)
+            for name in names:
+                step, _, rest = name.partition("/")
+                k, _, leaf = rest.partition("/")
+                self._leaves.setdefault(f"{step}/{k}", []).append(leaf)
+        self._rows: dict[int, list[Mapping[str, Any]]] = {}
+        for row in self.frame.to_dict("records"):
+            self._rows.setdefault(int(row["step"]), []).append({str(key): value for key, value in row.items()})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._rows))
+
+    def __getitem__(self, step: int) -> tuple[MicroBatch, ...]:
+        return tuple(self._micro(step, k, row) for k, row in enumerate(self._rows[step]))
+
+    def _micro(self, step: int, k: int, row: Mapping[str, Any]) -> MicroBatch:
+        key = f"{step}/{k}"
+        skeleton, tensors = None, None
+        if self._tensors is not None and key in self._skeletons:
+            skeleton = _json(self._skeletons[key], self._tensors)
+            tensors = untrusted.read_safetensors(self._tensors, {f"{key}/{leaf}": leaf for leaf in self._leaves.get(key, ())})
+        ids = _text(row["sample_ids"])
+        return MicroBatch(
+            loader=_optional(row["loader"]),
+            epoch=_optional(row["epoch"]),
+            index=_optional(row["index"]),
+            sample_ids=None if ids is None else tuple(_json(ids, BATCHES)),
+            fingerprint=_text(row["fingerprint"]),
+            tokens=_json(_text(row["tokens"]) or "{}", BATCHES),
+            rng=self._rng.after_fetch(step, k) or None,
+            skeleton=skeleton,
+            tensors=tensors,
+            why_no_tensors=_text(row["why_not_kept"]),
+        )
+
+
+def _ids(micro: MicroBatch) -> str | None:
+    return None if micro.sample_ids is None else json.dumps(list(micro.sample_ids))
+
+
+def _json(text: str, where: object) -> Any:
+    try:
+        return untrusted.parse_json(text)
+    except ValueError as error:
+        raise CapsuleError(f"{where} holds JSON that cannot be read: {error}") from None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None or value != value else int(value)
+
+
+def _float(value: Any, path: Path) -> float:
+    if not isinstance(value, (int, float)):
+        raise CapsuleError(f"{path.name}: a series holds {value!r:.40}, which is no number")
+    return float(value)
+
+
+def _number(text: str, path: Path) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise CapsuleError(f"{path.name} names the step {text[:40]!r}, which is no number") from None
+
+
+def _column(table: pa.Table, name: str, path: Path) -> list[Any]:
+    if name not in table.column_names:
+        raise CapsuleError(f"{path.name} lacks the column {name!r}")
+    values: list[Any] = table.column(name).to_pylist()
+    return values
+
+
+def _integers(table: pa.Table, name: str, path: Path) -> list[int]:
+    values = _column(table, name, path)
+    if not all(isinstance(value, int) for value in values):
+        raise CapsuleError(f"{path.name}: the column {name!r} does not hold whole numbers")
+    return values
+
+
+def _write(path: Path, table: Mapping[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(dict(table)), path, compression="snappy")
