@@ -7,8 +7,8 @@ is *safe in the tracker*. It may be asked to write the same records again after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -37,9 +37,14 @@ class BackendConfig(BaseModel):
 
     `kind` is the entry-point name. Secrets never go here (this is written to ``run.json``): a tracker's key comes from its
     own environment variable or login file.
+
+    `in_process`: served by a thread of the training process, because it speaks to that process's terminal. `environment`:
+    what the vendor's SDK should find in ``os.environ`` unless the user set it; for our own processes (shipper, sync) only.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    in_process: ClassVar[bool] = False
+    environment: ClassVar[Mapping[str, str]] = {}
 
     kind: str
 
