@@ -50,7 +50,8 @@ class ReadBack:
     `series`: per original name, the points as (step, value) that are current: where attempts overlap, the newest.
     `superseded`: the points of earlier attempts that a later one replaced, however they are reached. A point that the
     tracker holds twice must be listed twice. `artifacts`: per artifact name, bytes by path inside it. `params`: flattened
-    with dots, values as text; the user's own with or without ``config.`` before them. `anomalies`: the text a person finds, per anomaly id. `status` is None while the run goes on.
+    with dots, values as text; the user's own with or without ``config.`` before them. `anomalies`: the text a person finds,
+    per anomaly id. `status` is None while the run goes on.
     """
 
     series: Points
