@@ -1,0 +1,107 @@
+"""Starting or resuming a run: its id, its directory, its attempt number, agreed across ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trackbridge import redact
+from trackbridge.backends.base import BackendConfig
+from trackbridge.config import TrackbridgeConfig
+from trackbridge.errors import ConfigError
+from trackbridge.journal import JournalReader
+from trackbridge.ranks import Ranks
+from trackbridge.records import Row, RunInfo
+from trackbridge.rundir import Attempt, RunDirectory, RunFile, dumps
+
+
+def begin(
+    settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendConfig], config: Mapping[str, Any]
+) -> tuple[RunDirectory, RunInfo]:
+    """Create or find the run directory and write ``run.json`` (leader). Raises `ConfigError` with the fix."""
+    agreed = _lead(settings, ranks, backends, config) if ranks.leader else None
+    words = json.loads(ranks.agree(agreed) or "null") or {"id": settings.id, "attempt": 0, "start_step": 0}
+    directory = RunDirectory(Path(settings.dir) / words["id"])
+    if not ranks.leader and not directory.file.exists():
+        _create(directory)  # another host without a shared disk
+    info = RunInfo(
+        project=settings.project,
+        run_id=words["id"],
+        name=settings.name or words["id"],
+        directory=str(directory.path),
+        attempt=words["attempt"],
+        start_step=words["start_step"],
+        created=words.get("created", time.time()),
+        tags=settings.tags,
+        group=settings.group,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    return directory, info
+
+
+def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendConfig], config: Mapping[str, Any]) -> str:
+    run_id = settings.id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or run_id.startswith("."):
+        raise ConfigError(f"run id {run_id!r} may only have letters, digits, '-', '_' and '.'")
+    directory = RunDirectory(Path(settings.dir) / run_id)
+    exists = directory.file.exists()
+    if exists and settings.resume == "never":
+        raise ConfigError(f"run {run_id!r} exists in {directory.path}: pass resume='auto' to go on with it, or another id")
+    if not exists and settings.resume == "must":
+        raise ConfigError(f"there is no run {settings.id!r} in {Path(settings.dir).absolute()} to resume; pass its id and dir")
+    _create(directory)
+    file = directory.read() if exists else None
+    now = time.time()
+    attempt = Attempt(
+        number=file.attempts[-1].number + 1 if file and file.attempts else 0,
+        start_step=_last_step(directory) + 1 if exists else 0,
+        time=now,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        world_size=ranks.world_size,
+    )
+    directory.write(
+        RunFile(
+            project=settings.project,
+            run_id=run_id,
+            name=settings.name or (file.name if file else run_id),
+            created=file.created if file else now,
+            tags=settings.tags,
+            group=settings.group,
+            attempts=[*(file.attempts if file else ()), attempt],
+            backends=[backend.model_dump(mode="json") for backend in backends],
+            settings=settings.model_dump(mode="json", exclude={"backend"}),
+            config=json.loads(dumps(redact.tree(dict(config)))),
+        )
+    )
+    return json.dumps(
+        {"id": run_id, "attempt": attempt.number, "start_step": attempt.start_step, "created": file.created if file else now}
+    )
+
+
+def _create(directory: RunDirectory) -> None:
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        probe = directory.path / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory.path}: {error.strerror}; pass dir= a folder you can write to") from None
+
+
+def _last_step(directory: RunDirectory) -> int:
+    """The newest step in the leader's journal, -1 if there is none."""
+    last = -1
+    reader = JournalReader(directory.rows())
+    while records := reader.read(limit=10_000):
+        for record in records:
+            if isinstance(record, Row) and record.kind == "step":
+                last = record.step
+    return last

@@ -1,0 +1,81 @@
+"""The training process's view of the shipper: start it, ask how far it is, wait for it within bounds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trackbridge import shipper
+from trackbridge.backends.base import BackendConfig
+from trackbridge.errors import UsageError
+from trackbridge.records import RunInfo
+from trackbridge.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReport:
+    """What `Run.finish` left behind. `unshipped` counts records by backend kind; empty is good."""
+
+    unshipped: dict[str, int]
+    closed: bool
+    directory: Path
+
+    def __bool__(self) -> bool:
+        return self.closed and not self.unshipped
+
+    def __str__(self) -> str:
+        if self:
+            return f"trackbridge: everything is delivered; the record is in {self.directory}"
+        left = ", ".join(f"{count} records for {kind}" for kind, count in self.unshipped.items()) or "the last capsule"
+        return f"trackbridge: not delivered yet: {left}. Nothing is lost; run: trackbridge sync {self.directory}"
+
+
+class Delivery:
+    """One child process for the trackers, and a thread for backends that belong in this process (the console).
+
+    The child is started here and never talked to again: the journal is the queue, its cursors are the answer.
+    """
+
+    def __init__(self, directory: RunDirectory, info: RunInfo, backends: Sequence[BackendConfig], *, in_process: bool) -> None:
+        self._directory = directory
+        self._info = info
+        self._backends = list(backends)
+        near = [backend for backend in backends if in_process or backend.in_process]
+        far = [backend for backend in backends if backend not in near]
+        self._child: subprocess.Popen[bytes] | None = shipper.start(directory.path, os.getpid()) if far else None
+        self._near = shipper.Shipper(directory.path, near, follow=True) if near else None
+        self._thread: threading.Thread | None = None
+        if self._near is not None:
+            self._thread = threading.Thread(target=self._near.run, name="trackbridge-shipper", daemon=True)
+            self._thread.start()
+
+    @property
+    def urls(self) -> dict[str, str]:
+        found = {backend.kind: backend.where(self._info) for backend in self._backends}
+        return {kind: where for kind, where in found.items() if where}
+
+    def native(self, kind: str) -> Any:
+        backend = self._near.backend(kind) if self._near is not None else None
+        native = getattr(backend, "native", None)
+        if native is None:
+            raise UsageError(f"the {kind} run object is not in this process: pass shipping='thread' to trackbridge.init")
+        return native
+
+    def wait(self, deadline: float) -> dict[str, int]:
+        """Wait until `deadline` (monotonic seconds) for delivery. Returns what is unshipped, by kind."""
+        left = max(deadline - time.monotonic(), 0.1)
+        if self._thread is not None:
+            self._thread.join(left)
+        if self._child is not None:
+            try:
+                self._child.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                pass
+        kinds = {backend.kind for backend in self._backends}
+        return {s.kind: s.lag for s in shipper.status(self._directory.path) if s.kind in kinds and s.lag > 0}

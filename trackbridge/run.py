@@ -1,0 +1,517 @@
+"""`init` and `Run`: the composition root. The only module that knows both ends.
+
+Everything a `Run` does on the training thread is bounded and free of host synchronisation; what takes longer is handed to the
+scribe. Errors that the user can cause are raised on the first step; a bug of ours after that is logged once and switched off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trackbridge import attempts, names, provenance, redact
+from trackbridge.backends.base import BackendConfig
+from trackbridge.backends.resolve import resolve
+from trackbridge.batches import Feed, SkipPlan
+from trackbridge.clock import StepClock
+from trackbridge.config import TrackbridgeConfig
+from trackbridge.delivery import Delivery, FinishReport
+from trackbridge.detectors import Watch
+from trackbridge.errors import Part, UsageError
+from trackbridge.journal import JournalWriter
+from trackbridge.keep import keep
+from trackbridge.probes import Instruments
+from trackbridge.probes.host import HostSampler
+from trackbridge.ranks import Ranks
+from trackbridge.recorder import Recorder
+from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
+from trackbridge.rundir import RunDirectory, dumps, write_atomic
+from trackbridge.scribe import ClosedStep, Logged, Scribe
+from trackbridge.sealer import Sealer
+from trackbridge.watched import AutoStep, named
+
+logger = logging.getLogger("trackbridge")
+
+
+def init(
+    settings: TrackbridgeConfig | str | Path | None = None,
+    *,
+    backend: str | BackendConfig | Mapping[str, Any] | Sequence[Any] | None = None,
+    project: str | None = None,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    dir: str | Path | None = None,
+    id: str | None = None,
+    resume: Literal["never", "auto", "must"] | None = None,
+    tags: Sequence[str] | None = None,
+    group: str | None = None,
+    **sections: Any,
+) -> Run:
+    """Start a run, or go on with one, and return it.
+
+    Args:
+        settings: a `TrackbridgeConfig`, or the path of a YAML file. Keyword arguments win over it, it wins over
+            ``TRACKBRIDGE_*`` variables.
+        backend: ``"wandb"``, ``"mlflow"``, ``"tensorboard"``, ``"console"``, a list of these, backend config objects, or
+            None: journal only (`trackbridge sync` can ship the run later).
+        config: your own hyperparameters, for the tracker's config panel. Values under secret-sounding names are redacted.
+        dir: where runs live; this one in ``dir/<run id>/``.
+        id: the run's id; agreed across ranks when None.
+        resume: "never" (an existing id is an error), "auto" (go on if it exists) or "must".
+        sections: any section or key of the settings, for example ``recorder={"snapshot_every": 50}``.
+
+    Raises:
+        ConfigError: an unknown or contradictory setting, a directory that cannot be written.
+        MissingExtraError: a requested backend's package is not installed.
+        UsageError: the ranks do not agree.
+    """
+    base: str | Path | None = None
+    if isinstance(settings, TrackbridgeConfig):
+        sections = {**{key: getattr(settings, key) for key in settings.model_fields_set}, **sections}
+    else:
+        base = settings
+    merged = TrackbridgeConfig.load(
+        base,
+        **{
+            **sections,
+            **{
+                key: value
+                for key, value in {
+                    "backend": backend, "project": project, "name": name, "dir": dir, "id": id,
+                    "resume": resume, "tags": tags, "group": group,
+                }.items()
+                if value is not None
+            },
+        },
+    )  # fmt: skip
+    backends = resolve(merged.backend)
+    ranks = Ranks.current()
+    directory, info = attempts.begin(merged, ranks, backends, config or {})
+    return Run(merged, directory, info, backends if ranks.leader else [], dict(config or {}))
+
+
+class Run:
+    """One training run being recorded. Made by `init`; use it as a context manager or call `finish`.
+
+    Attributes:
+        id: the run's id. dir: its directory. urls: how to look at it, by backend kind.
+    """
+
+    def __init__(
+        self,
+        settings: TrackbridgeConfig,
+        directory: RunDirectory,
+        info: RunInfo,
+        backends: Sequence[BackendConfig],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._pid = os.getpid()
+        self._settings = settings
+        self._directory = directory
+        self._info = info
+        self._step = info.start_step
+        self._clock = StepClock()
+        self._part = Part("the run", strict=settings.strict)
+        self._first = True
+        self._complained = False
+        self._ended = False
+        self._tokens = 0.0
+        self._step_tokens = 0.0
+        self._step_samples = 0.0
+        self._fetch_s = 0.0
+        self._rows_dropped = 0
+        self._auto: AutoStep | None = None
+        self._report: FinishReport | None = None
+
+        journal = settings.journal
+        rows = JournalWriter(
+            directory.rows(info.rank), segment_bytes=journal.segment_bytes, fsync_seconds=journal.fsync_seconds
+        )
+        contexts = JournalWriter(
+            directory.contexts(info.rank),
+            segment_bytes=min(journal.segment_bytes, settings.recorder.context_bytes // 8),
+            fsync_seconds=journal.fsync_seconds,
+            ring_bytes=settings.recorder.context_bytes,
+        )
+        self._instruments = Instruments(settings.parameters, settings.activations, slots=settings.slots, strict=settings.strict)
+        self._recorder = (
+            Recorder(settings.recorder, directory, info.rank, attempt=info.attempt, strict=settings.strict)
+            if settings.recorder.enabled
+            else None
+        )
+        self._host = HostSampler()
+        recorder = self._recorder
+        self._scribe = Scribe(
+            rows=rows,
+            contexts=contexts,
+            instruments=self._instruments,
+            recorder=recorder,
+            watch=Watch(settings.detection) if settings.detection.enabled else None,
+            directory=directory,
+            attempt=info.attempt,
+            seal=(lambda sealed: Sealer(directory, settings.recorder, recorder, contexts, sealed)) if recorder else None,
+            strict=settings.strict,
+        )
+        self._scribe.submit(Params(-1, time.time(), {"config": redact.tree(dict(config))}))
+        self._delivery = Delivery(directory, info, backends, in_process=settings.shipping == "thread")
+        atexit.register(self._at_exit)
+
+    # identity
+
+    @property
+    def id(self) -> str:
+        return self._info.run_id
+
+    @property
+    def dir(self) -> Path:
+        return self._directory.path
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """How to look at this run, by backend kind: a URL or a command."""
+        return self._delivery.urls
+
+    @property
+    def anomalies(self) -> list[Anomaly]:
+        """Every anomaly of this attempt so far, each in its newest version, in order of detection."""
+        return sorted(self._scribe.latest.values(), key=lambda anomaly: anomaly.step)
+
+    def native(self, kind: str) -> Any:
+        """The tracker's own run object. Needs ``shipping="thread"``; raises `UsageError` otherwise."""
+        return self._delivery.native(kind)
+
+    # recording
+
+    def watch(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
+        *,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        generators: Mapping[str, Any] | None = None,
+        auto_step: bool = False,
+    ) -> None:
+        """Attach the probes. Watching the same objects again changes nothing.
+
+        Args:
+            model: a module, a list of modules, or a mapping; in a mapping the keys prefix the series (``g.head.weight``).
+            optimizer: likewise.
+            scaler: a `torch.amp.GradScaler`, for its scale and skipped steps, and for a replay.
+            state: further objects with ``state_dict`` that a replay must restore (a scheduler, an EMA).
+            generators: further random generators that a replay must restore, by name.
+            auto_step: close the step whenever the (last) optimizer steps; inputs and loss come from the model's forward.
+        """
+        if self._inert():
+            return
+        models = named("model", model, nn.Module)
+        optimizers = named("optimizer", optimizer, Optimizer) if optimizer is not None else {}
+        for name, value in (state or {}).items():
+            if not hasattr(value, "state_dict"):
+                raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
+        self._instruments.attach(models, optimizers, scaler)
+        if self._recorder is not None:
+            self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
+        if auto_step and self._auto is None:
+            self._auto = AutoStep(lambda loss, batch: self.step(loss, batch=batch) and None, models, optimizers)
+        self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
+        self._clock.lap()
+
+    def batches(self, loader: Iterable[Any], *, skip: SkipPlan | None = None) -> Feed:
+        """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
+
+        The order of the batches, their content and every RNG state are those of the bare loop.
+        """
+        return Feed(loader, self._recorder, on_fetch=self._fetched, skip=skip)
+
+    def micro(
+        self,
+        loss: Tensor | float,
+        *,
+        tokens: int | None = None,
+        samples: int | None = None,
+        sample_loss: Tensor | None = None,
+    ) -> None:
+        """One micro-batch under gradient accumulation. The step's loss is their mean, weighted by `tokens`. No sync.
+
+        `loss` is the micro-batch's mean loss, not divided by the number of micro-batches.
+        """
+        if self._inert() or not self._part.alive:
+            return
+        with self._part:
+            self._step_tokens += tokens or 0
+            self._step_samples += samples or 0
+            self._instruments.micro(self._scalar("loss", loss), tokens, sample_loss)
+
+    def step(
+        self,
+        loss: Tensor | float | Mapping[str, Tensor | float] | None = None,
+        *,
+        tokens: int | None = None,
+        samples: int | None = None,
+        grad_norm: Tensor | float | None = None,
+        batch: Any = None,
+        batch_index: int | None = None,
+        sample_ids: Sequence[int | str] | None = None,
+        skipped: bool | None = None,
+        step: int | None = None,
+    ) -> list[Anomaly]:
+        """Close one optimizer step. Never waits for a device; returns the anomalies found since the last call.
+
+        They arrive a step or two late.
+
+        Args:
+            loss: 0-d tensor, float, or a mapping of them (`"loss"` is the total; else the total is their sum).
+            tokens, samples: consumed in this step, unless given to `micro`.
+            grad_norm: the norm before clipping that your own clip returned.
+            batch, batch_index, sample_ids: the batch, where `run.batches` is not used.
+            skipped: True if you skipped the update.
+            step: your own step number; by default steps count from 0.
+
+        Raises:
+            UsageError: on the first call only, for a loss that is not a scalar and the like.
+        """
+        if self._inert() or not self._part.alive:
+            return []
+        try:
+            given = dict(self._losses(loss))
+            if grad_norm is not None:
+                given["grad/norm"] = self._scalar("grad_norm", grad_norm)
+        except UsageError as error:
+            if self._first:
+                raise
+            given = {}
+            self._complain(error)
+        with self._part:
+            self._close_step(
+                self._step if step is None else int(step), given, tokens, samples, skipped, batch, batch_index, sample_ids
+            )
+        self._first = False
+        return self._scribe.news()
+
+    def _close_step(
+        self,
+        number: int,
+        given: Mapping[str, Tensor | float],
+        tokens: int | None,
+        samples: int | None,
+        skipped: bool | None,
+        batch: Any,
+        batch_index: int | None,
+        sample_ids: Sequence[int | str] | None,
+    ) -> None:
+        host: dict[str, float] = {}
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                self._instruments.set(name, value)
+            else:
+                host[name] = value
+        if skipped:
+            self._instruments.skipped()
+        host.update(self._instruments.lr())
+        self._rates(host, tokens, samples)
+        host.update(self._host.sample(number))
+        context = None
+        if self._recorder is not None:
+            context = self._recorder.close_step(number, batch=batch, batch_index=batch_index, sample_ids=sample_ids)
+        if self._rows_dropped:
+            host["trackbridge/rows_dropped"] = float(self._rows_dropped)
+        slot = self._instruments.close(number)
+        if slot is None:
+            self._rows_dropped += 1
+        else:
+            self._scribe.submit(ClosedStep(number, time.time(), slot, host, context))
+        self._step = number + 1
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        model: str | None = None,
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the watched parameters, its result to the bit; the norm before is recorded.
+
+        `model` names one of several watched models; default: all. Raises `UsageError` before `watch`.
+        """
+        return self._instruments.clip_grad_norm_(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, model=model
+        )
+
+    @contextmanager
+    def pause(self, what: str = "pause") -> Iterator[None]:
+        """Evaluation, saving: the step's clock stands still, statistics and recording are off."""
+        if self._inert():
+            yield
+            return
+        self._clock.pause()
+        self._instruments.pause()
+        if self._recorder is not None:
+            self._recorder.pause()
+        try:
+            yield
+        finally:
+            if self._recorder is not None:
+                self._recorder.resume()
+            self._instruments.resume()
+            self._clock.resume()
+
+    def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
+        """Your own scalars, at `step` (default: the newest closed step). Tensors are read later, off this thread."""
+        if self._inert():
+            return
+        clean: dict[str, Any] = {}
+        for name, value in values.items():
+            clean[names.legal(name)] = value.detach() if isinstance(value, Tensor) else self._scalar(name, value)
+        at = max(self._step - 1, self._info.start_step) if step is None else int(step)
+        self._scribe.submit(Logged(at, time.time(), clean))
+
+    def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
+        """Copy a file or folder into the run directory and ship it. The copy is made here; it stays until the tracker has it."""
+        if self._inert():
+            return
+        self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))
+
+    def checkpoint_saved(self, path: str | Path, step: int) -> None:
+        """Tell the record that a checkpoint of the state after `step` steps is at `path`."""
+        if not self._inert():
+            self._scribe.submit(
+                Params(-1, time.time(), {"checkpoint": {"path": str(Path(path).absolute()), "step": int(step)}})
+            )
+
+    # your own checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """What your checkpoint should hold so that a resumed run goes on seamlessly. JSON, a few kilobytes."""
+        return {
+            "run_id": self.id,
+            "attempt": self._info.attempt,
+            "step": self._step,
+            "tokens": self._tokens,
+            "watch": self._scribe.ask(self._scribe.watch_state),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: step number, token count and the detectors' baselines."""
+        self._step = int(state["step"])
+        self._tokens = float(state.get("tokens", 0.0))
+        watch, step = state.get("watch"), self._step
+        self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
+
+    # the end
+
+    def finish(self, timeout: float = 60.0, *, status: RunStatus = "finished", error: str | None = None) -> FinishReport:
+        """End the run: seal capsules, write the end, wait for delivery. Returns within `timeout` seconds (and a little).
+
+        What is not delivered by then stays in the journal; the report names the command that ships it. Safe to call twice.
+        """
+        if self._inert():
+            return self._report or FinishReport({}, True, self.dir)
+        self._ended = True
+        if self._auto is not None:
+            self._auto.remove()
+        atexit.unregister(self._at_exit)
+        deadline = time.monotonic() + timeout
+        self._instruments.detach()
+        if self._recorder is not None:
+            self._recorder.detach()
+        end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(error) if error else None)
+        closed = False
+        with Part("closing the run", strict=self._settings.strict):
+            closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1))
+        unshipped = self._delivery.wait(deadline)
+        self._report = FinishReport(unshipped, closed, self.dir)
+        if unshipped or not closed:
+            logger.warning("%s", self._report)
+        return self._report
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        else:
+            status: RunStatus = "failed" if isinstance(error, Exception) else "killed"
+            words = str(error).strip().splitlines()
+            self.finish(status=status, error=f"{type(error).__name__}: {words[0] if words else ''}")
+
+    def _at_exit(self) -> None:
+        """Forgotten `finish`: bounded, and honest about an uncaught exception."""
+        error = getattr(sys, "last_value", None)
+        self.finish(10.0, status="failed" if error is not None else "finished", error=repr(error) if error else None)
+
+    # helpers on the training thread
+
+    def _inert(self) -> bool:
+        """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""
+        return self._ended or os.getpid() != self._pid
+
+    def _losses(self, loss: Any) -> Iterator[tuple[str, Tensor | float]]:
+        if loss is None:
+            return
+        if not isinstance(loss, Mapping):
+            yield "train/loss", self._scalar("loss", loss)
+            return
+        parts = {name: self._scalar(f"loss[{name!r}]", value) for name, value in loss.items()}
+        for name, value in parts.items():
+            if name != "loss":
+                yield f"train/loss/{names.legal(name)}", value
+        if parts:
+            yield "train/loss", parts["loss"] if "loss" in parts else sum(parts.values())
+
+    def _scalar(self, what: str, value: Any) -> Tensor | float:
+        """A detached 0-d tensor or a float. Raises `UsageError` for anything else."""
+        if isinstance(value, Tensor):
+            if value.numel() == 1:
+                return value.detach().reshape(())
+            shape = tuple(value.shape)
+            raise UsageError(f"{what} must be a scalar, got a tensor of shape {shape}: pass {what}.mean() or .sum()")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"{what} must be a number or a 0-d tensor, got {type(value).__name__}") from None
+
+    def _complain(self, error: UsageError) -> None:
+        """Misuse after the first step: said once, and the value is absent; training goes on."""
+        if not self._complained:
+            logger.warning("trackbridge: %s; such values are left out from now on", error)
+        self._complained = True
+
+    def _fetched(self, seconds: float) -> None:
+        self._fetch_s += seconds
+
+    def _rates(self, host: dict[str, float], tokens: int | None, samples: int | None) -> None:
+        """Step time, fetch time and throughput of the step that ends now."""
+        seconds = self._clock.lap()
+        step_tokens = self._step_tokens if tokens is None else float(tokens)
+        step_samples = self._step_samples if samples is None else float(samples)
+        host["perf/step_s"] = seconds
+        if self._fetch_s:
+            host["perf/fetch_s"] = self._fetch_s
+        if step_tokens:
+            self._tokens += step_tokens
+            host["train/tokens"] = self._tokens
+            host["perf/tokens_per_s"] = step_tokens / seconds if seconds else 0.0
+        if step_samples:
+            host["perf/samples_per_s"] = step_samples / seconds if seconds else 0.0
+        self._step_tokens = self._step_samples = self._fetch_s = 0.0
+
+    def _write_provenance(self) -> dict[str, Any]:
+        facts = provenance.collect()
+        if self._info.rank == 0:
+            write_atomic(self._directory.provenance, dumps(facts).encode())
+        return {key: value for key, value in facts.items() if key != "packages"}

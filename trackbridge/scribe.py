@@ -1,0 +1,223 @@
+"""The one host thread between training and the journal: slot -> row -> detectors -> journal.
+
+The training thread hands over items through a queue and never waits. Each part that may break (the recorder's packing, the
+detectors, the sealer) is guarded on its own, so that a bug in one of them still leaves the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trackbridge.detectors import Watch
+from trackbridge.errors import Part
+from trackbridge.journal import JournalWriter
+from trackbridge.probes import Instruments
+from trackbridge.recorder import RawContext, Recorder
+from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema
+from trackbridge.rundir import RunDirectory
+from trackbridge.sealer import Sealer
+from trackbridge.slab import Slot
+
+logger = logging.getLogger("trackbridge")
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedStep:
+    """What `run.step` hands over: the slot being copied, the host's own numbers, and the step's raw context."""
+
+    step: int
+    time: float
+    slot: Slot
+    host: Mapping[str, float]
+    context: RawContext | None
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What `run.log` hands over; values are floats or 0-d tensors (read here, so that no device is waited for there)."""
+
+    step: int
+    time: float
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Something to do on the scribe's thread, with the answer."""
+
+    what: Callable[[], Any]
+    answer: list[Any] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
+
+
+class Scribe:
+    """Owns both journals of this rank. `news` is the only thing that flows back to the training thread."""
+
+    def __init__(
+        self,
+        *,
+        rows: JournalWriter,
+        contexts: JournalWriter,
+        instruments: Instruments,
+        recorder: Recorder | None,
+        watch: Watch | None,
+        directory: RunDirectory,
+        attempt: int,
+        seal: Callable[[Callable[[Anomaly, str | None], None]], Sealer] | None,
+        strict: bool = False,
+    ) -> None:
+        self._fresh: deque[Anomaly] = deque()
+        self.latest: dict[str, Anomaly] = {}
+        self._rows = rows
+        self._contexts = contexts
+        self._instruments = instruments
+        self._recorder = recorder
+        self._watch = watch
+        self._directory = directory
+        self._attempt = attempt
+        self._sealer = seal(self._sealed) if seal else None
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._schemas: dict[tuple[bytes, tuple[str, ...], int], Schema] = {}
+        self._writing = Part("the journal", strict=strict)
+        self._recording = Part("the recorder", strict=strict)
+        self._detecting = Part("anomaly detection", strict=strict)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="trackbridge-scribe", daemon=True)
+        self._thread.start()
+
+    # training thread
+
+    def submit(self, item: Item) -> None:
+        self._items.put(item)
+
+    def ask(self, what: Callable[[], Any], timeout: float = 10.0) -> Any:
+        """Run `what` on the scribe's thread after everything submitted so far. Raises `TimeoutError`."""
+        ask = Ask(what)
+        self.submit(ask)
+        if not ask.done.wait(timeout):
+            raise TimeoutError("the scribe is busy")
+        return ask.answer[0]
+
+    def news(self) -> list[Anomaly]:
+        """The anomalies found since the last call."""
+        found: list[Anomaly] = []
+        while self._fresh:
+            found.append(self._fresh.popleft())
+        return found
+
+    def watch_state(self) -> dict[str, Any]:
+        """The detectors' state, for the user's checkpoint. Call through `ask`."""
+        return self._watch.state_dict() if self._watch is not None else {}
+
+    def resume_watch(self, state: dict[str, Any] | None, step: int) -> None:
+        """Go on with the detectors where a checkpoint left them. Call through `ask`."""
+        if self._watch is not None:
+            if state:
+                self._watch.load_state_dict(state)
+            self._watch.note("resume", step)
+
+    def close(self, end: RunEnd, timeout: float) -> bool:
+        """Everything submitted so far, open capsules, then `end`, then the journals' last fsync. Bounded; False if late."""
+        deadline = time.monotonic() + timeout
+        self.ask(self._finish_watch, timeout)
+        sealed = self._sealer is None or self._sealer.finish(deadline - time.monotonic())
+        self.submit(end)
+        self._items.put(None)
+        self._thread.join(max(deadline - time.monotonic(), 0.1))
+        if self._error is not None:
+            raise self._error
+        return sealed and not self._thread.is_alive()
+
+    # scribe thread
+
+    def _work(self) -> None:
+        while (item := self._items.get()) is not None:
+            try:
+                with self._writing:
+                    self._handle(item)
+            except BaseException as error:  # only when strict: shown to the user's thread at close
+                self._error = self._error or error
+        self._rows.close()
+        self._contexts.close()
+
+    def _handle(self, item: Item) -> None:
+        match item:
+            case ClosedStep():
+                self._step(item)
+            case Logged():
+                names = tuple(item.values)
+                values = np.array([float(value) for value in item.values.values()], dtype=np.float64)
+                self._rows.append(Row(-1, item.step, item.time, self._attempt, self._schema(b"", names, 0), values, "log"))
+            case Ask():
+                try:
+                    item.answer.append(item.what())
+                finally:
+                    item.done.set()
+            case _:
+                self._rows.append(item)
+
+    def _step(self, item: ClosedStep) -> None:
+        values, present = self._instruments.finalize(item.slot)
+        schema = self._schema(present.tobytes(), tuple(item.host), len(present))
+        host = np.fromiter(item.host.values(), np.float64, len(item.host))
+        row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values[present])))
+        self._rows.append(row)
+        if self._recorder is not None and item.context is not None and self._recording.alive:
+            with self._recording:
+                self._contexts.append(self._recorder.pack(item.context))
+        if self._watch is not None and self._detecting.alive:
+            with self._detecting:
+                for anomaly in self._watch.update(row):
+                    self._tell(anomaly)
+                if self._sealer is not None:
+                    self._sealer.advance(item.step)
+
+    def _schema(self, present: bytes, host: tuple[str, ...], width: int) -> Schema:
+        """One `Schema` object per set of names, so that the journal and the detectors can key on it."""
+        key = (present, host, width)
+        if key not in self._schemas:
+            mask = np.frombuffer(present, dtype=bool)
+            names = (name for name, here in zip(self._instruments.series, mask, strict=False) if here)
+            self._schemas[key] = Schema((*host, *names))
+        return self._schemas[key]
+
+    def _tell(self, anomaly: Anomaly) -> None:
+        """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""
+        known = self.latest.get(anomaly.id)
+        if known is not None:
+            anomaly = anomaly.updated(capsule=known.capsule)
+        elif self._sealer is not None:
+            anomaly = self._sealer.consider(anomaly)
+        self.latest[anomaly.id] = anomaly
+        self._rows.append(anomaly)
+        if known is None:
+            self._fresh.append(anomaly)
+
+    def _finish_watch(self) -> None:
+        if self._watch is not None and self._detecting.alive:
+            with self._detecting:
+                for anomaly in self._watch.finish():
+                    self._tell(anomaly)
+
+    # sealer's thread
+
+    def _sealed(self, anomaly: Anomaly, error: str | None) -> None:
+        if error is not None:
+            logger.warning("trackbridge: the capsule of step %d could not be sealed: %s", anomaly.step, error)
+            return
+        from trackbridge.seal import artifact_for
+
+        latest = self.latest.get(anomaly.id, anomaly)
+        self.submit(artifact_for(self._directory.path, latest, self._directory.path / (latest.capsule or "")))

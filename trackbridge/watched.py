@@ -1,0 +1,83 @@
+"""Naming what the user watches, and closing steps for a loop that is not to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trackbridge.errors import UsageError
+
+T = TypeVar("T")
+
+
+def named(what: str, given: T | Sequence[T] | Mapping[str, T], kind: type[T]) -> dict[str, T]:
+    """One object becomes ``{"": object}``, a list ``{"0": ..., "1": ...}``, a mapping stays. Raises `UsageError`."""
+    found: dict[str, Any]
+    if isinstance(given, kind):
+        found = {"": given}
+    elif isinstance(given, Mapping):
+        found = {str(name): item for name, item in given.items()}
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        found = {str(index): item for index, item in enumerate(given)} if len(given) != 1 else {"": given[0]}
+    else:
+        raise UsageError(f"{what} must be a {kind.__name__}, a list or a mapping of them, not {type(given).__name__}")
+    for name, item in found.items():
+        if not isinstance(item, kind):
+            raise UsageError(f"{what} {name!r} must be a {kind.__name__}, not {type(item).__name__}")
+    return found
+
+
+class AutoStep:
+    """Closes the step when the last optimizer steps; takes the batch from the model's inputs and the loss from its output.
+
+    The loss is the output itself when it is a scalar, its ``loss`` attribute or item, or the first element of a tuple when
+    that is a scalar; otherwise the step has no loss. Hooks live in `handles`; `remove` takes them off.
+    """
+
+    def __init__(
+        self,
+        close: Callable[[Tensor | None, Any], None],
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+    ) -> None:
+        if not optimizers:
+            raise UsageError("auto_step=True needs the optimizer: watch(model, optimizer, auto_step=True)")
+        self._close = close
+        self._loss: Tensor | None = None
+        self._batch: Any = None
+        root = next(iter(models.values()))
+        last = list(optimizers.values())[-1]
+        self._handles = [
+            root.register_forward_pre_hook(self._before, with_kwargs=True),
+            root.register_forward_hook(self._after),
+            last.register_step_post_hook(self._stepped),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            self._batch = {"args": args, "kwargs": kwargs}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training:
+            self._loss = loss_of(output)
+
+    def _stepped(self, *_: Any) -> None:
+        loss, batch, self._loss, self._batch = self._loss, self._batch, None, None
+        self._close(loss, batch)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The scalar loss in a model's output, or None."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    return next((item.detach() for item in candidates if isinstance(item, Tensor) and item.numel() == 1), None)
