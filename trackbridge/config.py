@@ -52,9 +52,28 @@ class RecorderConfig(Section):
 
 
 class DetectionConfig(Section):
-    """Anomaly detection. Defaults were chosen on real curves: see docs/detection.md."""
+    """Anomaly detection. Defaults were chosen on real curves, cross-validated by family: see docs/detection.md."""
 
     enabled: bool = True
+    threshold: float = Field(5.0, gt=0, description="robust sigmas above the expected value that make a spike")
+    warmup: int = Field(24, ge=4, description="values of a series before it can alarm (non-finite always can)")
+    release: float = Field(2.5, gt=0, description="robust sigmas below which an excursion is over")
+    level_gain: float = Field(0.25, gt=0, le=1, description="share of a residual that moves the level")
+    slope_gain: float = Field(0.01, ge=0, le=1, description="share of a residual that moves the slope")
+    scale_gain: float = Field(1 / 30, gt=0, le=1, description="gain of the scale; 1/30 remembers about 60 values")
+    tail_gain: float = Field(0.05, ge=0, description="gain of the tail quantile, in sigmas per value")
+    tail_free: float = Field(2.3, gt=0, description="98% quantile (sigmas) up to which the threshold is not raised")
+    clip: float = Field(2.0, gt=0, description="residuals count at most this many sigmas when the band learns")
+    floor: float = Field(2e-3, ge=0, description="least scale, as a share of the level: smaller wiggles are never news")
+    log_floor: float = Field(0.1, gt=0, description="least scale of norms and ratios, in nats")
+    accept_after: int = Field(16, ge=2, description="values after which a settled new level is a shift")
+    accept_below: int = Field(5, ge=2, description="values after which a lower level is accepted, silently")
+    settled: float = Field(1.0, gt=0, description="sigmas of movement below which an excursion counts as settled")
+    patience: int = Field(200, ge=2, description="values after which any excursion is accepted as the new level")
+    quiet: int = Field(3, ge=1, description="values back in the band that end an episode")
+    lookback: int = Field(16, ge=0, description="steps before the onset in which a first mover is sought")
+    cascade_steps: int = Field(8, ge=0, description="steps after the detection in which series still join its cascade")
+    after_resume: int = Field(50, ge=0, description="steps after a resume in which anomalies carry the note after_resume")
 
 
 class JournalConfig(Section):
@@ -84,7 +103,6 @@ class TrackbridgeConfig(BaseSettings):
     resume: Literal["never", "auto", "must"] = "never"
     tags: tuple[str, ...] = ()
     group: str | None = None
-    join: bool = False
     shipping: Literal["process", "thread"] = "process"
     strict: bool = False
     slots: int = Field(64, ge=2, description="depth of the ring between training thread and scribe")
