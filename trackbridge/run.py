@@ -380,7 +380,7 @@ class Run:
         self._scribe.submit(Logged(at, time.time(), clean))
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
-        """Copy a file or folder into the run directory and ship it. The copy is made here; it stays until the tracker has it."""
+        """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it."""
         if self._inert():
             return
         self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))

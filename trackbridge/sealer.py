@@ -95,7 +95,7 @@ class Sealer:
         for capsule in self._capsules:
             if not capsule.asked:
                 self._ask(capsule)
-        done = all([capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in self._capsules])
+        done = all(capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in self._capsules)
         self._giving_up = True
         if not done and self._child is not None:
             self._child.kill()
