@@ -1,4 +1,4 @@
-"""One self-contained HTML page about an anomaly: what happened, when, how bad, what moved first, what to do now; then the proof.
+"""One self-contained HTML page about an anomaly: what happened, when, how bad, what moved first, what to do now, and the proof.
 
 The page needs no network (its content policy forbids any), follows the reader's light or dark setting, and shows its first
 screen without scripts. Charts are drawn by uPlot, which is part of the package (``assets/``, MIT licence).
@@ -22,6 +22,7 @@ from trackbridge import names
 from trackbridge.records import Anomaly, Hypothesis
 
 MAX_POINTS = 4000
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 Series = tuple[npt.NDArray[Any], npt.NDArray[np.float64]]
 
 
@@ -69,8 +70,7 @@ def page(data: PageData) -> str:
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-            "script-src 'unsafe-inline'; img-src data:\">",
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(data.title)}</title>",
             f"<style>{_asset('uPlot.min.css')}{_asset('page.css')}</style></head><body><main>",
@@ -134,11 +134,8 @@ def _summary(data: PageData) -> str:
     bad = (
         f"<b>{number(a.score)}</b> robust sigmas from what was expected." if math.isfinite(a.score) else "Not a finite number."
     )
-    moved = (
-        f"<b>{escape(a.first_mover[0])}</b> at step {a.first_mover[1]}."
-        if a.first_mover
-        else "Nothing moved before the loss did."
-    )
+    mover = a.first_mover
+    moved = f"<b>{escape(mover[0])}</b> at step {mover[1]}." if mover else "Nothing moved before it."
     cells = [("What happened", what), ("When", when), ("How bad", bad), ("What moved first", moved)]
     grid = "".join(f"<div><h3>{title}</h3><p>{text}</p></div>" for title, text in cells)
     actions = "".join(
@@ -221,7 +218,7 @@ def _charts(data: PageData) -> dict[str, Any]:
     marks = [
         {
             "from": a.onset,
-            "to": a.onset + a.recovered_after if a.recovered_after is not None else a.step,
+            "to": a.onset + max(0, a.recovered_after - 1) if a.recovered_after is not None else a.step,
             "label": f"{a.kind} at {a.onset}",
         }
         for a in data.anomalies
@@ -235,4 +232,4 @@ def _script_json(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return files("trackbridge.reports").joinpath("assets", name).read_text(encoding="utf-8")
+    return (files("trackbridge.reports") / "assets" / name).read_text(encoding="utf-8")
