@@ -1,0 +1,199 @@
+"""Bad input gets one line that names the fix, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import trackbridge
+from tests.training import setup
+from trackbridge.errors import ConfigError, MissingExtraError, ReferenceNotFoundError, TrackbridgeError, UsageError
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    words = str(error.value)
+    assert "\n" not in words and len(words) < 400
+    return words
+
+
+def test_unknown_backend_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(backend="tensorbord", dir=tmp_path)
+    assert "did you mean 'tensorboard'" in one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_extra_gives_the_pip_command() -> None:
+    from trackbridge import plugins
+
+    with pytest.raises(MissingExtraError) as error:
+        plugins.require("wandb_that_is_not_there", "wandb")
+    assert "pip install 'trackbridge[wandb]'" in one_line(error)
+
+
+def test_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, recorder={"snapshot_evry": 3})
+    assert "did you mean 'snapshot_every'" in one_line(error)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, projct="x")
+    assert "did you mean 'project'" in one_line(error)
+
+
+def test_unknown_setting_of_a_backend(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, backend={"kind": "tensorboard", "logdirr": "x"})
+    assert "did you mean 'logdir'" in one_line(error)
+
+
+def test_wrong_type_says_what_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, recorder={"snapshot_every": "often"})
+    assert "recorder.snapshot_every" in one_line(error) and "often" in one_line(error)
+
+
+def test_settings_from_yaml_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackbridge.yaml").write_text(f"project: from-yaml\ndir: {tmp_path}\nrecorder: {{snapshot_every: 7}}\n")
+    monkeypatch.setenv("TRACKBRIDGE_RECORDER__AFTER", "3")
+    with trackbridge.init(str(tmp_path / "trackbridge.yaml"), name="x") as run:
+        settings = trackbridge.load(run.dir).settings
+    assert settings["project"] == "from-yaml"
+    assert (settings["recorder"]["snapshot_every"], settings["recorder"]["after"]) == (7, 3)
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(str(tmp_path / "broken.yaml"))
+    one_line(error)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init("nowhere.yaml")
+    assert "nowhere.yaml" in one_line(error)
+
+
+def test_loss_that_is_not_a_scalar_raises_on_the_first_call(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        with pytest.raises(UsageError) as error:
+            run.step(loss=torch.ones(4, 10))
+        assert "(4, 10)" in one_line(error) and "loss.mean()" in one_line(error)
+        with pytest.raises(UsageError) as error:
+            run.step(loss="high")  # type: ignore[arg-type]
+        one_line(error)
+
+
+def test_misuse_after_the_first_call_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        run.step(loss=torch.ones(3))
+        run.step(loss=2.0)
+    steps, values = trackbridge.load(run.dir).series("train/loss")
+    assert steps.tolist() == [0, 2] and values.tolist() == [1.0, 2.0]
+    assert len([r for r in caplog.records if "must be a scalar" in r.getMessage()]) == 1
+
+
+def test_step_before_watch_records_the_loss_only(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        for k in range(5):
+            run.step(loss=torch.tensor(float(k)))
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert not [name for name in record.names if name.startswith("layer/")]
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path / "file")
+    assert "pass dir=" in one_line(error)
+
+
+def test_existing_id_and_resume(tmp_path: Path) -> None:
+    trackbridge.init(dir=tmp_path, id="a").finish()
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, id="a")
+    assert "resume='auto'" in one_line(error)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, id="b", resume="must")
+    assert "no run 'b'" in one_line(error)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, id="../escape")
+    one_line(error)
+
+
+def test_watch_wants_modules_and_optimizers(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        with pytest.raises(UsageError) as error:
+            run.watch("model")  # type: ignore[arg-type]
+        one_line(error)
+        with pytest.raises(UsageError) as error:
+            run.watch(torch.nn.Linear(1, 1), state={"epoch": 3})
+        assert "state_dict" in one_line(error)
+        with pytest.raises(UsageError) as error:
+            run.clip_grad_norm_(1.0)
+        one_line(error)
+
+
+@pytest.mark.parametrize("ref", ["nowhere", "mlflow:", "tensorboard:/nowhere@3", "wandb:just-one-part", "ftp:x"])
+def test_capsule_reference_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ref: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")
+    with pytest.raises((ReferenceNotFoundError, UsageError)) as error:
+        trackbridge.pull(ref, tmp_path / "out")
+    one_line(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_journal_loads_what_is_good(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        for k in range(200):
+            run.step(loss=float(k))
+    segment = max((run.dir / "rank-0000" / "rows").iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    with pytest.warns(UserWarning, match="lost"):
+        record = trackbridge.load(run.dir)
+        steps, values = record.series("train/loss")
+    assert 195 <= len(steps) < 200 and (values == steps).all()
+    assert record.damage
+
+
+def test_a_run_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ReferenceNotFoundError) as error:
+        trackbridge.load(tmp_path / "nowhere")
+    one_line(error)
+
+
+def test_an_exception_marks_the_run_failed_and_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        raise ZeroDivisionError("by hand")
+    assert trackbridge.load(run.dir).status == "failed"
+
+
+def test_a_forked_child_is_inert(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path)
+    run.step(loss=1.0)
+    child = os.fork()
+    if child == 0:
+        run.step(loss=2.0)
+        run.log({"x": 1.0})
+        run.finish()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    run.step(loss=3.0)
+    run.finish()
+    assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [1.0, 3.0]
+
+
+def test_every_error_is_a_trackbridge_error() -> None:
+    for kind in (ConfigError, MissingExtraError, UsageError, ReferenceNotFoundError):
+        assert issubclass(kind, TrackbridgeError)
+
+
+def test_finish_twice_and_after(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path)
+    made = setup(run=run)
+    first, second = run.finish(), run.finish()
+    assert first and second
+    assert run.step(loss=1.0) == []
+    made.clip()
