@@ -89,7 +89,7 @@ class TrainingStep:
         optimizer.step()
         self.schedule.step()
         optimizer.zero_grad()
-        return torch.stack(losses).mean()
+        return torch.stack(losses).double().mean()  # as the recorded loss is averaged
 
 
 def objects(plan: Plan) -> tuple[ByteGPT, AdamW, LambdaLR]:

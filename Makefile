@@ -1,0 +1,58 @@
+# demo, test, check and docs each do all their own set-up on a fresh machine. Stamp files make a second call quick.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What `pip install torch` brings on Linux has two gigabytes of CUDA in it. Without an NVIDIA driver take the CPU build,
+# wherever pip has been told of one (--extra-index-url, --find-links, pip.conf), else the ordinary one.
+TORCH_CPU ?= torch==2.13.0+cpu
+
+.PHONY: demo test check docs clean
+.DEFAULT_GOAL := help
+.PHONY: help
+help:
+	@echo "make demo    train a model, watch a loss spike being caught, pulled out of a tracker and replayed bit for bit"
+	@echo "make test    the test suite"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make docs    the documentation, into site/"
+
+demo: $(VENV)/.all
+	$(BIN)/trackbridge demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+clean:
+	rm -rf $(VENV) site build dist demo-run
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	@echo "Installing PyTorch into $(VENV) (a few minutes the first time) ..."
+	@command -v nvidia-smi >/dev/null || $(PIP) "$(TORCH_CPU)" 2>/dev/null || true
+	$(PIP) "torch>=2.6"
+	@touch $@
+
+$(VENV)/.all: pyproject.toml | $(VENV)/.torch
+	@echo "Installing trackbridge and the trackers' clients (a few minutes the first time) ..."
+	$(PIP) --editable ".[all]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.torch
+	@echo "Installing trackbridge and what its tests need (a few minutes the first time) ..."
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(PIP) --editable ".[docs]"
+	@touch $@
