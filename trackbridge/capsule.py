@@ -110,6 +110,12 @@ class SpikeCapsule(BaseModel):
             raise CapsuleError("this is a manifest only; load the capsule with trackbridge.pull(path)")
         return self._path
 
+    def at(self, folder: Path) -> SpikeCapsule:
+        """This manifest with `folder` as the place of its files, unchecked: for the writer's own use."""
+        placed = self.model_copy()
+        placed._path = folder
+        return placed
+
     @property
     def steps(self) -> range:
         """Steps of the window, first to last."""
@@ -162,7 +168,8 @@ class SpikeCapsule(BaseModel):
 
         if not self.has_state(rank):
             raise CapsuleError(f"this capsule holds no parameter snapshot of rank {rank}: its tier is {self.tier!r}")
-        return tree.load(self._rank(rank) / "state")
+        skeleton, arrays, _ = tree.load(self._rank(rank) / "state")
+        return tree.unpack(skeleton, arrays)
 
     def restore_rng(
         self, rank: int = 0, step: int | None = None, generators: Mapping[str, Any] | None = None, *, strict: bool = False

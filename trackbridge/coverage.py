@@ -1,0 +1,173 @@
+"""What a run directory still holds around one anomaly: the window a capsule can have, its tier, and what is lacking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trackbridge.capsule import Tier
+from trackbridge.config import RecorderConfig
+from trackbridge.errors import CapsuleError
+from trackbridge.journal import JournalReader
+from trackbridge.records import Anomaly, MicroBatch, Row, StepContext
+from trackbridge.rundir import RunDirectory
+
+
+@dataclass
+class RankRecord:
+    """Rows and contexts of one rank by step, of the anomaly's attempt."""
+
+    rank: int
+    rows: dict[int, Row]
+    contexts: dict[int, StepContext]
+
+    def clip(self, window: Window) -> RankRecord:
+        """The part inside `window`, in order of steps."""
+        return RankRecord(
+            self.rank,
+            {step: self.rows[step] for step in window.steps if step in self.rows},
+            {step: self.contexts[step] for step in window.steps if step in self.contexts},
+        )
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps `first` to `last` of a capsule. `snapshots` are the folders with each rank's state before `first`; without
+    them `why_no_snapshot` says why."""
+
+    first: int
+    last: int
+    snapshots: Mapping[int, Path] = field(default_factory=dict)
+    why_no_snapshot: str | None = None
+
+    @property
+    def steps(self) -> range:
+        return range(self.first, self.last + 1)
+
+
+def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) -> tuple[Window, list[RankRecord]]:
+    """The window of a capsule and what each rank has of it; the first rank is the leader.
+
+    Of a step that was run twice in one attempt the newer one counts. Raises `CapsuleError` if nothing is left to seal.
+    """
+    ranks = directory.ranks()
+    kept = [step for rank in ranks for step in snapshots(directory, rank, anomaly.attempt) if step <= anomaly.onset]
+    steps = range(min([_wanted(anomaly, recorder), *kept]), anomaly.step + recorder.after + 1)
+    records = []
+    for rank in ranks:
+        rows = {
+            row.step: row
+            for row in JournalReader(directory.rows(rank), kinds={Row}, steps=steps).read()
+            if isinstance(row, Row) and row.kind == "step" and row.attempt == anomaly.attempt
+        }
+        contexts = {
+            context.step: context
+            for context in JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps).read()
+            if isinstance(context, StepContext) and context.attempt == anomaly.attempt
+        }
+        if rows:
+            records.append(RankRecord(rank, rows, contexts))
+    if not records or not any(step >= anomaly.onset for step in records[0].rows):
+        raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
+    window = choose(directory, anomaly, recorder, records)
+    return window, [record.clip(window) for record in records]
+
+
+def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, records: Sequence[RankRecord]) -> Window:
+    """From the newest usable snapshot that leaves `recorder.before` steps before the onset (or else the earliest later one,
+    up to the onset) to `recorder.after` steps after the detection. Without a snapshot, from `before` steps before the onset."""
+    wanted = _wanted(anomaly, recorder)
+    recorded = sorted(records[0].rows)
+    last = min(recorded[-1], anomaly.step + recorder.after)
+    kept = {record.rank: snapshots(directory, record.rank, anomaly.attempt) for record in records}
+    common = set.intersection(*(set(found) for found in kept.values()))
+    candidates = sorted((step for step in common if step <= wanted), reverse=True)
+    candidates += sorted(step for step in common if wanted < step <= anomaly.onset)
+    why = None
+    for start in candidates:
+        if all(step in record.contexts and step in record.rows for record in records for step in range(start, last + 1)):
+            return Window(start, last, {rank: found[start] for rank, found in kept.items()})
+        why = why or f"the steps from the one kept before step {start} on are no longer all in the context ring"
+    if not candidates:
+        off = recorder.snapshot_every == 0
+        why = "recorder.snapshot_every is 0" if off else f"none was kept at or before step {anomaly.onset}"
+    return Window(max(wanted, recorded[0]), last, why_no_snapshot=why)
+
+
+def snapshots(directory: RunDirectory, rank: int, attempt: int) -> dict[int, Path]:
+    """Complete snapshots of `attempt` on disk, by the step they come before."""
+    found = {}
+    for folder in directory.snapshots(rank).glob("step-*"):
+        state = folder / "state.json"
+        if folder.name[5:].isdecimal() and state.is_file():
+            metadata = json.loads(state.read_text(encoding="utf-8")).get("metadata", {})
+            if metadata.get("attempt", attempt) == attempt:
+                found[int(folder.name[5:])] = folder
+    return found
+
+
+def tier(records: Sequence[RankRecord], window: Window, *, tensors: bool) -> Tier:
+    """What can be done with the record. `tensors`: whether kept batches count, or only their sample ids."""
+
+    def can_feed(micro: MicroBatch) -> bool:
+        return (tensors and micro.tensors is not None) or micro.sample_ids is not None
+
+    for record in records:
+        for step in window.steps:
+            micros = record.contexts[step].micro if step in record.contexts else ()
+            if not micros or not all(map(can_feed, micros)):
+                return "explain"
+    return "re-execute" if window.snapshots else "re-feed"
+
+
+def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> Iterator[str]:
+    """What is missing, each with what that costs a replay."""
+    if window.why_no_snapshot:
+        yield (
+            f"parameter snapshot: {window.why_no_snapshot}; the recorded batches can be fed again, but only into weights of "
+            "your own"
+        )
+    absent = sorted(set(range(world_size)) - {record.rank for record in records})
+    if absent:
+        yield f"ranks {spans(absent)}: nothing of them is on this disk; they cannot be replayed"
+    for record in records:
+        of = f" of rank {record.rank}" if world_size > 1 else ""
+        gone = [step for step in window.steps if step not in record.rows]
+        if gone:
+            yield f"rows{of} of steps {spans(gone)}: a replay has nothing to compare these steps with"
+        gone = [step for step in window.steps if step not in record.contexts]
+        if gone:
+            yield f"RNG states and batches{of} of steps {spans(gone)}: a replay cannot run these steps"
+        bare = [step for step, context in record.contexts.items() if not context.micro]
+        if bare:
+            yield (
+                f"batches{of} of steps {spans(bare)}: neither run.batches nor run.step(batch=...) saw them; a replay has "
+                "nothing to feed"
+            )
+        reasons: dict[str, list[int]] = {}
+        for step, context in record.contexts.items():
+            for micro in context.micro:
+                if micro.tensors is None:
+                    reasons.setdefault(micro.why_no_tensors or "not kept", []).append(step)
+        for reason, steps in reasons.items():
+            yield (
+                f"raw batches{of} of steps {spans(sorted(set(steps)))}: {reason}; a replay needs Rebuilt(fetch=...), which "
+                "makes them again from their sample ids"
+            )
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``3-5, 9`` for [3, 4, 5, 9]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _wanted(anomaly: Anomaly, recorder: RecorderConfig) -> int:
+    return max(anomaly.onset - recorder.before, 0)

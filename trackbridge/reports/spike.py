@@ -1,0 +1,115 @@
+"""The page of one spike capsule: ``report.html``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.reports.page import PageData, Series, Table, page
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FIRST = ("train/loss", "grad/norm", "train/lr", "optim/update_ratio", "perf/step_s")
+_LAYERS = 12
+
+
+def spike_page(capsule: SpikeCapsule) -> str:
+    """One self-contained HTML document. No raw batch is in it, only the identity of batches."""
+    anomaly = capsule.anomaly
+    return page(
+        PageData(
+            title=f"{anomaly.kind} at step {anomaly.step}",
+            series=_series(capsule),
+            anomalies=(anomaly,),
+            hypotheses=anomaly.hypotheses,
+            actions=_actions(capsule),
+            facts=_facts(capsule),
+            tables=tuple(table for table in (_layers(capsule), _batches(capsule), _missing(capsule)) if table.rows),
+        )
+    )
+
+
+def _series(capsule: SpikeCapsule) -> dict[str, Series]:
+    """The anomaly's own series first, then the usual ones; the rest of the window after them."""
+    frame = capsule.window
+    there = [name for name in frame.columns if "/" in name]
+    first = [name for name in dict.fromkeys((capsule.anomaly.series, *_FIRST)) if name in there]
+    return {name: _points(frame, name) for name in dict.fromkeys((*first, *there))}
+
+
+def _points(frame: pd.DataFrame, name: str) -> Series:
+    return frame["step"].to_numpy(), frame[name].to_numpy(dtype=np.float64)
+
+
+def _actions(capsule: SpikeCapsule) -> list[tuple[str, str]]:
+    actions = []
+    if capsule.tier != "explain":
+        where = capsule.anomaly.capsule or "CAPSULE"
+        actions.append(
+            (
+                "Run the bad step again, from this folder or any copy of it:",
+                f"trackbridge replay {where} --build my_module:build",
+            )
+        )
+    first = capsule.anomaly.hypotheses[0] if capsule.anomaly.hypotheses else None
+    if first is not None and first.intervention:
+        actions.append((f"To test the first hypothesis, {first.name}: {first.intervention}", ""))
+    actions.append(("Write down what you found in post-mortem.md, which is next to this page.", ""))
+    return actions
+
+
+def _layers(capsule: SpikeCapsule) -> Table:
+    """The layers whose gradient grew most from the step before the onset to the onset."""
+    frame, onset = capsule.layers, capsule.anomaly.onset
+    columns = ("layer", "gradient norm before", "at the onset", "times")
+    if "grad_norm" not in frame.columns:
+        return Table("Layers that moved most", columns, ())
+    frame = frame[frame["family"] == "layer"]
+    before = frame[frame["step"] < onset].groupby("layer")["grad_norm"].median()
+    at = frame[frame["step"] == onset].set_index("layer")["grad_norm"]
+    rows = [(name, float(before[name]), float(at[name])) for name in at.index if name in before.index]
+    scored = [(name, a, b, b / a if a > 0 else float("nan")) for name, a, b in rows]
+    scored.sort(key=lambda row: (row[3] != row[3], row[3]), reverse=True)
+    return Table("Layers that moved most", columns, scored[:_LAYERS])
+
+
+def _batches(capsule: SpikeCapsule) -> Table:
+    columns = ("micro-batch", "loader", "epoch", "index", "samples", "fingerprint", "kept")
+    frame = capsule.batches.frame
+    rows = []
+    for r in frame[frame["step"] == capsule.anomaly.onset].to_dict("records"):
+        numbers = [_whole(r[name]) for name in ("micro", "loader", "epoch", "index")]
+        rows.append((*numbers, _text(r["sample_ids"]), _text(r["fingerprint"]), "yes" if r["kept"] else "no"))
+    return Table("Batches at the onset", columns, rows)
+
+
+def _missing(capsule: SpikeCapsule) -> Table:
+    return Table("What this capsule lacks", ("what, and what it costs a replay",), [(text,) for text in capsule.missing])
+
+
+def _facts(capsule: SpikeCapsule) -> dict[str, Any]:
+    git, torch = capsule.provenance.get("git", {}), capsule.provenance.get("torch", {})
+    facts = {
+        "run": f"{capsule.project}/{capsule.name or capsule.run}",
+        "run id": capsule.run,
+        "attempt": capsule.attempt,
+        "steps": f"{capsule.span[0]} to {capsule.span[1]}",
+        "tier": capsule.tier,
+        "ranks": f"{len(capsule.ranks)} of {capsule.world_size}",
+        "commit": git.get("commit"),
+        "torch": torch.get("version"),
+        "format version": capsule.format_version,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _whole(value: Any) -> Any:
+    return "" if value is None or value != value else int(value)
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else ""
+    return text if len(text) <= 60 else text[:57] + "..."
