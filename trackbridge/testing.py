@@ -65,15 +65,17 @@ class ReadBack:
 def newest(points: Iterable[tuple[int, int, float]]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Split (attempt, step, value) points of one series into (current, superseded), both ordered by step.
 
-    A point is superseded when a later attempt has a point at the same step.
+    A point is superseded when a later attempt has a point at the same step or at an earlier one: it went back over it.
     """
-    points = list(points)
-    last: dict[int, int] = {}
-    for attempt, step, _ in points:
-        last[step] = max(attempt, last.get(step, attempt))
     ordered = sorted(points, key=lambda point: point[1])
-    current = [(step, value) for attempt, step, value in ordered if attempt == last[step]]
-    return current, [(step, value) for attempt, step, value in ordered if attempt != last[step]]
+    starts: dict[int, int] = {}
+    for attempt, step, _ in ordered:
+        starts.setdefault(attempt, step)
+    current, superseded = [], []
+    for attempt, step, number in ordered:
+        replaced = any(later > attempt and start <= step for later, start in starts.items())
+        (superseded if replaced else current).append((step, number))
+    return current, superseded
 
 
 def run_info(directory: Path, **changes: Any) -> RunInfo:

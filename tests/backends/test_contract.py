@@ -103,8 +103,8 @@ def test_a_damaged_artifact_fails(tmp_path: Path) -> None:
 
 
 def test_newest_splits_by_attempt_and_keeps_doubles() -> None:
-    points = [(0, 1, 1.0), (0, 2, 2.0), (1, 2, 3.0), (1, 3, 4.0), (1, 3, 4.0)]
-    assert newest(points) == ([(1, 1.0), (2, 3.0), (3, 4.0), (3, 4.0)], [(2, 2.0)])
+    points = [(0, 1, 1.0), (0, 2, 2.0), (0, 9, 9.0), (1, 2, 3.0), (1, 3, 4.0), (1, 3, 4.0)]
+    assert newest(points) == ([(1, 1.0), (2, 3.0), (3, 4.0), (3, 4.0)], [(2, 2.0), (9, 9.0)])
 
 
 def test_without_pytest_the_import_says_what_to_install() -> None:

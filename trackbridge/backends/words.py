@@ -1,0 +1,75 @@
+"""What several trackers show in the same words: an anomaly and a settings table as Markdown, params flattened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trackbridge.records import Anomaly
+from trackbridge.rundir import dumps
+
+
+def anomaly_line(anomaly: Anomaly) -> str:
+    """One line: ``spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119``."""
+    first = anomaly.first_mover
+    moved = f"; first to move: {first[0]} at step {first[1]}" if first and first != (anomaly.series, anomaly.step) else ""
+    return (
+        f"{anomaly.kind} in {anomaly.series} at step {anomaly.step}: {anomaly.value:.6g}, "
+        f"expected {anomaly.expected:.6g} ({anomaly.score:.3g} sigma){moved}"
+    )
+
+
+def anomaly_markdown(anomaly: Anomaly) -> str:
+    """The anomaly as a short page: what, when, how it ended, why perhaps, and where the capsule is."""
+    over = anomaly.recovered_after
+    lines = [f"**{anomaly_line(anomaly)}**", ""]
+    facts = {
+        "onset": f"step {anomaly.onset}",
+        "recovered": "not so far" if over is None else f"after {over} steps",
+        "ranks": ", ".join(map(str, anomaly.ranks)),
+        "cascade": ", ".join(f"{series} ({step})" for series, step in anomaly.cascade),
+        "capsule": f"`{anomaly.capsule}`" if anomaly.capsule else "",
+        "notes": "; ".join(anomaly.notes),
+    }
+    lines += [f"- {name}: {fact}" for name, fact in facts.items() if fact]
+    for rank, hypothesis in enumerate(anomaly.hypotheses, 1):
+        lines += ["", f"{rank}. **{hypothesis.name}**"]
+        lines += [f"   - for: {evidence}" for evidence in hypothesis.evidence_for]
+        lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
+        lines += [f"   - try: {hypothesis.intervention}"] if hypothesis.intervention else []
+    return "\n".join(lines)
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """A two-column Markdown table. Bars and line breaks inside cells are escaped."""
+    cells = [f"| {_cell(name)} | {_cell(text)} |" for name, text in rows.items()]
+    return "\n".join(["| name | value |", "|---|---|", *cells])
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, str]:
+    """Leaves of `values` by dotted name, as text; a list is one leaf, as JSON. The user's own config, ``{"config": {...}}``,
+    keeps its own names. No leaf hides another: the second of a name is called ``name (2)``."""
+    flat: dict[str, str] = {}
+    own = values.get("config")
+    config = own if isinstance(own, Mapping) else {}
+    rest = {key: item for key, item in values.items() if not (key == "config" and isinstance(own, Mapping))}
+    for name, text in [*_leaves(config, ""), *_leaves(rest, "")]:
+        unique, count = name, 1
+        while unique in flat:
+            count += 1
+            unique = f"{name} ({count})"
+        flat[unique] = text
+    return flat
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, item in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping) and item:
+            yield from _leaves(item, f"{name}.")
+        else:
+            yield name, dumps(item) if isinstance(item, (list, tuple, dict)) else str(item)
