@@ -71,7 +71,8 @@ def newest(points: Iterable[tuple[int, int, float]]) -> tuple[list[tuple[int, fl
     starts: dict[int, int] = {}
     for attempt, step, _ in ordered:
         starts.setdefault(attempt, step)
-    current, superseded = [], []
+    current: list[tuple[int, float]] = []
+    superseded: list[tuple[int, float]] = []
     for attempt, step, number in ordered:
         replaced = any(later > attempt and start <= step for later, start in starts.items())
         (superseded if replaced else current).append((step, number))
