@@ -72,12 +72,11 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def read_frame(path: Path) -> pd.DataFrame:
-    """A table as pandas shows it best: strings as objects, nulls of numbers as NaN."""
-    import pyarrow as pa
-
-    table = untrusted.read_parquet(path)
-    plain = [pa.field(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in table.schema]
-    frame: pd.DataFrame = table.cast(pa.schema(plain)).to_pandas(ignore_metadata=True)
+    """A table as pandas shows it best: strings as objects (equal ones are one object), nulls of numbers as NaN."""
+    frame: pd.DataFrame = untrusted.read_parquet(path).to_pandas(ignore_metadata=True)
+    for name in frame.columns:
+        if frame[name].dtype.name == "category":
+            frame[name] = frame[name].astype(object)
     return frame
 
 
@@ -90,17 +89,20 @@ def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
         found[step] = {}
     for name in table.column_names:
         if name not in _ROW_COLUMNS:
-            for step, value in zip(steps, table.column(name).to_pylist(), strict=True):
+            for step, value in zip(steps, _column(table, name, window), strict=True):
                 if value is not None:
                     found[step][name] = _float(value, window)
     table = untrusted.read_parquet(layers)
-    steps, families, names = (_column(table, name, layers) for name in _LAYER_COLUMNS)
-    owners = [(found.get(step), f"{family}/{layer}/") for step, family, layer in zip(steps, families, names, strict=True)]
-    for name in table.column_names:
-        if name not in _LAYER_COLUMNS:
-            for (series, prefix), value in zip(owners, table.column(name).to_pylist(), strict=True):
-                if series is not None and value is not None:
-                    series[prefix + name] = _float(value, layers)
+    steps, families, owners = (_column(table, name, layers) for name in _LAYER_COLUMNS)
+    for statistic in table.column_names:
+        if statistic in _LAYER_COLUMNS:
+            continue
+        names: dict[tuple[str, str], str] = {}  # each name once, however many rows repeat it
+        for step, family, owner, value in zip(steps, families, owners, _column(table, statistic, layers), strict=True):
+            if value is not None and step in found:
+                key = (family, owner)
+                name = names.get(key) or names.setdefault(key, f"{family}/{owner}/{statistic}")
+                found[step][name] = _float(value, layers)
     return found
 
 
@@ -269,10 +271,17 @@ def _number(text: str, path: Path) -> int:
 
 
 def _column(table: pa.Table, name: str, path: Path) -> list[Any]:
+    import pyarrow as pa
+
     if name not in table.column_names:
         raise CapsuleError(f"{path.name} lacks the column {name!r}")
-    values: list[Any] = table.column(name).to_pylist()
-    return values
+    column = table.column(name)
+    if not pa.types.is_dictionary(column.type):
+        values: list[Any] = column.to_pylist()
+        return values
+    same = column.unify_dictionaries().combine_chunks()
+    words = same.dictionary.to_pylist()  # each once, however often it is used
+    return [None if index is None else words[index] for index in same.indices.to_pylist()]
 
 
 def _integers(table: pa.Table, name: str, path: Path) -> list[int]:
