@@ -36,7 +36,7 @@ def an_anomaly(**changes: Any) -> Anomaly:
             "time": 1.75e9,
             "hypotheses": (Hypothesis("corrupt-batch", ("entropy 7.9 bits",), ("loss recovered",), "skip-batch"),),
             **changes,
-        }  # fmt: skip
+        }
     )
 
 
@@ -66,7 +66,7 @@ def some_contexts() -> list[StepContext]:
                 rng={"torch.cpu": np.full(16, step, np.uint8)} if k == 1 else None,
                 skeleton={"x": {"$tensor": "x", "dtype": "float32"}, "text": f"a secret sentence {step}"},
                 tensors={"x": np.arange(6, dtype=np.float32).reshape(2, 3) + step},
-            )  # fmt: skip
+            )
             for k in range(2)
         )
         contexts.append(

@@ -152,6 +152,10 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def safetensors_file(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def parquet(**columns: Any) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink)
@@ -270,15 +274,19 @@ WELL_SIGNED: dict[str, tuple[str, bytes, str]] = {
     "pickle as batches": ("rank-0000/batches.safetensors", pickle.dumps(Bomb()), "not a readable safetensors"),
     "pickle as parquet": ("window.parquet", pickle.dumps(Bomb()), "not a readable Parquet"),
     "empty safetensors": ("rank-0000/rng.safetensors", b"", "not a readable safetensors"),
-    "safetensors header of 10 GB": ("rank-0000/rng.safetensors", (10 << 30).to_bytes(8, "little") + b"{}", "not a readable safetensors"),
+    "safetensors header of 10 GB": (
+        "rank-0000/rng.safetensors",
+        (10 << 30).to_bytes(8, "little") + b"{}",
+        "not a readable safetensors",
+    ),
     "safetensors past its end": (
         "rank-0000/rng.safetensors",
-        (80).to_bytes(8, "little") + b'{"step/12/python":{"dtype":"U8","shape":[9999999999],"data_offsets":[0,9999999999]}}'[:80].ljust(80),
+        safetensors_file(b'{"step/12/python":{"dtype":"U8","shape":[9999999999],"data_offsets":[0,9999999999]}}'),
         "not a readable safetensors",
     ),
     "step that is no number": (
         "rank-0000/rng.safetensors",
-        (68).to_bytes(8, "little") + b'{"step/evil/python":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        safetensors_file(b'{"step/evil/python":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
         "which is no number",
     ),
     "a column of structures": ("window.parquet", parquet(step=[1], x=[{"a": 1}]), "which is not read"),
@@ -405,11 +413,15 @@ def test_loading_imports_no_torch_and_no_pickle_use(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_open_files_do_not_grow(tmp_path: Path) -> None:
     path = make(tmp_path / "spike-13")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(5):
         capsule = load(path)
         _ = capsule.window, capsule.batches[12], capsule.rng(11)
-    assert len(os.listdir("/proc/self/fd")) - before < 5 < soft
+    assert open_files() - before < 5 < soft
