@@ -15,6 +15,8 @@ LAYER = "layer/"
 ACT = "act/"
 STEP = "trackbridge/step"
 SEQ = "trackbridge/seq"
+ATTEMPT = "trackbridge/attempt"
+NONFINITE = "nonfinite/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,15 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("act/<module>/max", "", "largest absolute output"),
     Metric("act/<module>/kurtosis", "", "excess kurtosis of the output over all elements", "m4 / m2^2 - 3", "arXiv:2402.17762"),
     Metric("act/<module>/nonfinite", "elements", "NaN or Inf elements of the output"),
+    Metric("layers/grad_norm_max", "", "largest gradient norm of any parameter", "max over layer/*/grad_norm"),
+    Metric("layers/grad_max", "", "largest absolute gradient element of any parameter", "max over layer/*/grad_max"),
+    Metric("layers/grad_nonfinite", "elements", "NaN or Inf gradient elements over all parameters", "sum"),
+    Metric("layers/weight_norm_max", "", "largest weight norm of any parameter", "max over layer/*/weight_norm"),
+    Metric("layers/update_ratio_max", "", "largest relative update of any parameter", "max over layer/*/update_ratio"),
+    Metric("layers/act_max", "", "largest absolute activation of any module", "max over act/*/max"),
+    Metric("layers/act_rms_max", "", "largest activation RMS of any module", "max over act/*/rms"),
+    Metric("layers/kurtosis_max", "", "largest activation kurtosis of any module", "max over act/*/kurtosis"),
+    Metric("layers/act_nonfinite", "elements", "NaN or Inf activations over all modules", "sum"),
     Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
     Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf"),

@@ -1,0 +1,351 @@
+"""Reading a run back: `load` for one, `runs` for a list of them. Never writes; a run may be read while it is recorded."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+from trackbridge.journal import Damage, JournalReader
+from trackbridge.liveness import presumed_dead
+from trackbridge.names import is_wide
+from trackbridge.records import Anomaly, Artifact, FloatArray, Params, Record, Row, RunEnd, RunInfo, Schema
+from trackbridge.rundir import RunDirectory, RunFile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Status: TypeAlias = Literal["running", "finished", "failed", "killed"]
+Steps: TypeAlias = npt.NDArray[np.int64]
+
+_BATCH = 4096  # rows turned into one matrix: bounds the memory that single row objects take
+
+
+def load(path: str | Path) -> RunRecord:
+    """The record of a run: `path` is a run directory, or a directory of runs that holds exactly one.
+
+    A damaged journal gives what is good; a warning (once) and `RunRecord.damage` say what was lost. Raises
+    `ReferenceNotFoundError` when there is no run, or more than one.
+    """
+    directory = find(path)
+    record = RunRecord(directory)
+    if record.damage:
+        warnings.warn(str(record.damage), RuntimeWarning, stacklevel=2)
+    return record
+
+
+def find(path: str | Path) -> RunDirectory:
+    """The run directory that `path` means (see `load`)."""
+    directory = RunDirectory(path)
+    if directory.file.exists():
+        return directory
+    if not directory.path.is_dir():
+        raise ReferenceNotFoundError(f"{directory.path} does not exist; give a run directory, such as runs/<run-id>")
+    inside = sorted(child.parent.name for child in directory.path.glob("*/run.json"))
+    if len(inside) == 1:
+        return RunDirectory(directory.path / inside[0])
+    if not inside:
+        raise ReferenceNotFoundError(f"{directory.path} is not a run directory and holds none: there is no run.json")
+    more = f" and {len(inside) - 10} more" if len(inside) > 10 else ""
+    raise ReferenceNotFoundError(f"{directory.path} holds {len(inside)} runs, name one of: {', '.join(inside[:10])}{more}")
+
+
+class RunRecord:
+    """What the leader's journal says about a run, as it was when this was made. Made by `load`.
+
+    Attributes: path; anomalies (newest version of each, by step), artifacts, params (as logged), damage (false if none).
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.path = directory.path
+        self._directory = directory
+        self._file = directory.read()
+        self._columns = _Columns()
+        self._series: dict[str, tuple[Steps, FloatArray]] = {}
+        self._end: RunEnd | None = None
+        self._newest = 0.0
+        self.artifacts: list[Artifact] = []
+        self.params: list[Params] = []
+        latest: dict[str, Anomaly] = {}
+        reader = JournalReader(directory.rows(_leader(directory)))
+        while records := reader.read(limit=_BATCH):
+            for record in records:
+                self._newest = max(self._newest, getattr(record, "time", 0.0))
+                match record:
+                    case Row():
+                        self._columns.add(record)
+                    case Anomaly():
+                        latest[record.id] = record
+                    case Artifact():
+                        self.artifacts.append(record)
+                    case Params():
+                        self.params.append(record)
+                    case RunEnd():
+                        self._end = record
+        self.anomalies: list[Anomaly] = sorted(latest.values(), key=lambda anomaly: (anomaly.step, anomaly.id))
+        self.damage: Damage = reader.damage
+        if reader.unread_bytes and self.status != "running":
+            self.damage.bytes_skipped += reader.unread_bytes
+            self.damage.note("the end of the newest segment")
+
+    def __repr__(self) -> str:
+        return f"<RunRecord {self.info.run_id!r}: {self.status}, {len(self._columns)} rows, {len(self.names)} series>"
+
+    @cached_property
+    def status(self) -> Status:
+        return _status(self._file, self._end, self._newest)
+
+    @property
+    def error(self) -> str | None:
+        """One line, when `status` is "failed"."""
+        return self._end.error if self._end is not None and self.status == "failed" else None
+
+    @cached_property
+    def info(self) -> RunInfo:
+        return self._directory.info()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The user's own hyperparameters."""
+        return self._file.config
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """trackbridge's settings for this run."""
+        return self._file.settings
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Git, packages, hardware and flags; empty when they were not recorded."""
+        try:
+            found = json.loads(self._directory.provenance.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Every series, in the order in which they first appeared."""
+        return self._columns.names()
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def series(self, name: str) -> tuple[Steps, FloatArray]:
+        """(steps int64, values float64), both of shape (n,), steps ascending. Where attempts or `run.log` calls wrote a step
+        twice, the newest attempt's last value. Raises `UsageError` for an unknown name."""
+        if name not in self._series:
+            if name not in self._known:
+                raise UsageError(f"no series {name!r} in {self.path.name}{nearest(name, self.names)}")
+            self._series[name] = self._columns.series(name)
+        return self._series[name]
+
+    def frame(self, names: Iterable[str] | None = None) -> pd.DataFrame:
+        """A pandas frame indexed by step, one float64 column per series (all by default); NaN where a step has no value."""
+        import pandas as pd
+
+        chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
+        found = {name: self.series(name) for name in chosen}
+        steps = _union([pair[0] for pair in found.values()])
+        columns = {name: _aligned(steps, *pair) for name, pair in found.items()}
+        frame: pd.DataFrame = pd.DataFrame(columns, index=pd.Index(steps, name="step"))
+        return frame
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """A row per step and layer: step, family ("layer" or "act"), layer, and a column per statistic. NaN: no value."""
+        import pandas as pd
+
+        families: dict[tuple[str, str], dict[str, str]] = {}
+        for name in self.names:
+            if is_wide(name):
+                family, _, rest = name.partition("/")
+                layer, _, statistic = rest.rpartition("/")
+                families.setdefault((family, layer), {})[statistic] = name
+        parts = []
+        for (family, layer), statistics in families.items():
+            part = self.frame(statistics.values())
+            part.columns = pd.Index(statistics)
+            part = part.reset_index()
+            part.insert(1, "family", family)
+            part.insert(2, "layer", layer)
+            parts.append(part)
+        empty = pd.DataFrame({"step": np.array([], np.int64), "family": [], "layer": []})
+        both = pd.concat(parts, ignore_index=True) if parts else empty
+        table: pd.DataFrame = both.sort_values("step", kind="stable", ignore_index=True)
+        return table
+
+    def rows(self, rank: int = 0) -> Iterator[Row]:
+        """The rows of one rank's journal, read anew, in the order in which they were written (every attempt)."""
+        if rank not in self._directory.ranks():
+            raise UsageError(f"rank {rank} has no journal in {self.path}; there: {self._directory.ranks()}")
+        reader = JournalReader(self._directory.rows(rank), kinds={Row})
+        while records := reader.read(limit=_BATCH):
+            yield from (record for record in records if isinstance(record, Row))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One line of `trackbridge runs`. `step` is the newest optimizer step, -1 before the first; `loss` its loss."""
+
+    path: Path
+    run_id: str
+    name: str
+    project: str
+    created: float
+    attempts: int
+    status: Status
+    step: int
+    loss: float | None
+    anomalies: int
+
+
+def runs(directory: str | Path) -> list[RunSummary]:
+    """A summary of every run under `directory` (or of the one run that it is), oldest first. Reads only the last values."""
+    root = Path(directory)
+    if not root.is_dir():
+        raise ReferenceNotFoundError(f"{root} does not exist; give the directory that holds your runs")
+    paths = [root] if (root / "run.json").exists() else [file.parent for file in root.glob("*/run.json")]
+    return sorted((_summary(RunDirectory(path)) for path in paths), key=lambda summary: summary.created)
+
+
+def _summary(directory: RunDirectory) -> RunSummary:
+    file = directory.read()
+    journal = directory.rows(_leader(directory))
+    reader = JournalReader(journal, kinds={Anomaly, RunEnd})
+    anomalies: set[str] = set()
+    end: RunEnd | None = None
+    newest = 0.0
+    for record in reader.read():
+        if isinstance(record, Anomaly):
+            anomalies.add(record.id)
+        elif isinstance(record, RunEnd):
+            end = record
+    step, loss = -1, None
+    for record in _last(journal, reader.position):
+        newest = max(newest, getattr(record, "time", 0.0))
+        if isinstance(record, Row) and record.kind == "step":
+            step = record.step
+            loss = record.get("train/loss") if "train/loss" in record.schema.names else loss
+    return RunSummary(
+        path=directory.path,
+        run_id=file.run_id,
+        name=file.name,
+        project=file.project,
+        created=file.created,
+        attempts=len(file.attempts),
+        status=_status(file, end, newest),
+        step=step,
+        loss=loss,
+        anomalies=len(anomalies),
+    )
+
+
+def _last(journal: Path, position: int) -> list[Record]:
+    """The newest records, going back until a step is among them."""
+    records: list[Record] = []
+    span = 64
+    while position >= 0:
+        records = JournalReader(journal, position - span).read()
+        if span > position or any(isinstance(record, Row) and record.kind == "step" for record in records):
+            break
+        span *= 8
+    return records
+
+
+def _status(file: RunFile, end: RunEnd | None, newest_record: float) -> Status:
+    """Of the newest attempt: how it ended, else whether anyone still writes."""
+    if not file.attempts:
+        return end.status if end is not None else "killed"
+    attempt = file.attempts[-1]
+    if end is not None and end.attempt >= attempt.number:
+        return end.status
+    return "killed" if presumed_dead(attempt, newest_record, time.time()) else "running"
+
+
+def _leader(directory: RunDirectory) -> int:
+    """Rank 0, or the lowest rank that was copied here."""
+    return next(iter(directory.ranks()), 0)
+
+
+class _Columns:
+    """Rows as matrices, one list of them per set of names."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}  # by id of the schema, which the block keeps alive
+
+    def __len__(self) -> int:
+        return sum(block.count for block in self._blocks.values())
+
+    def add(self, row: Row) -> None:
+        block = self._blocks.get(id(row.schema))
+        if block is None:
+            block = self._blocks[id(row.schema)] = _Block(row.schema)
+        block.add(row)
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for block in self._blocks.values() for name in block.schema.names))
+
+    def series(self, name: str) -> tuple[Steps, FloatArray]:
+        parts = [block.column(name) for block in self._blocks.values() if name in block.schema.names]
+        keys = np.concatenate([keys for keys, _ in parts])
+        values = np.concatenate([values for _, values in parts])
+        order = np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))  # by step, then attempt, then seq
+        steps = keys[order, 0]
+        last = np.append(steps[1:] != steps[:-1], True)
+        return steps[last], values[order][last]
+
+
+class _Block:
+    """The rows of one schema: `keys` (step, attempt, seq) and values, in chunks of `_BATCH` rows."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.count = 0
+        self._rows: list[Row] = []
+        self._keys: list[Steps] = []
+        self._values: list[FloatArray] = []
+
+    def add(self, row: Row) -> None:
+        self.count += 1
+        self._rows.append(row)
+        if len(self._rows) >= _BATCH:
+            self._pack()
+
+    def column(self, name: str) -> tuple[Steps, FloatArray]:
+        self._pack()
+        at = self.schema.names.index(name)
+        return np.concatenate(self._keys), np.concatenate([values[:, at] for values in self._values])
+
+    def _pack(self) -> None:
+        if self._rows:
+            self._keys.append(np.array([(row.step, row.attempt, row.seq) for row in self._rows], np.int64))
+            self._values.append(np.stack([row.values for row in self._rows]))
+            self._rows = []
+
+
+def _union(steps: list[Steps]) -> Steps:
+    """All steps, ascending. Most series have the same ones, so equal arrays are merged once."""
+    distinct: list[Steps] = []
+    for array in steps:
+        if not any(array is other or np.array_equal(array, other) for other in distinct[-3:]):
+            distinct.append(array)
+    return np.unique(np.concatenate(distinct)) if distinct else np.array([], np.int64)
+
+
+def _aligned(wanted: Steps, steps: Steps, values: FloatArray) -> FloatArray:
+    if len(wanted) == len(steps):
+        return values
+    column = np.full(len(wanted), np.nan)
+    column[np.searchsorted(wanted, steps)] = values
+    return column
