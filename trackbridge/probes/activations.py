@@ -1,0 +1,145 @@
+"""Activation statistics, taken in forward hooks while the output is at hand; nothing of it is kept.
+
+Counted are training forwards with gradients enabled, each module once per call. Recomputation inside a backward pass is
+not counted, except where it is the first pass that would count: reentrant checkpointing runs the real forward without
+gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trackbridge import names
+from trackbridge.config import ActivationsConfig
+from trackbridge.errors import Part
+from trackbridge.probes import moments
+from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
+from trackbridge.probes.observe import observe
+from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.phases import in_backward
+from trackbridge.probes.sites import choose
+from trackbridge.probes.subject import Subject, prefix
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+logger = logging.getLogger("trackbridge")
+
+SILENT_STEPS = 3
+
+
+class ActivationProbe:
+    def __init__(self, subject: Subject, config: ActivationsConfig, gate: Gate, part: Part) -> None:
+        self._every = config.every
+        self._gate = gate
+        self._part = part
+        self._sites: list[tuple[nn.Module, nn.Module]] = []  # the module and its model
+        site_names: list[str] = []
+        for key, model in subject.models.items():
+            for name, module in choose(model, config):
+                site_names.append(prefix(key) + name)
+                self._sites.append((module, model))
+        self._names = tuple(site_names)
+        self.fields: tuple[Field, ...] = (
+            Field("activations", moments.WIDTH * len(site_names)),
+            Field("activations_due", 1, "host"),
+            Field("activations_gate", 1, lasting=True),
+        )
+        self.series: tuple[str, ...] = tuple(
+            names.act(name, statistic) for statistic in moments.STATISTICS for name in site_names
+        )
+        self._hooks: list[SiteHook] = []
+        self._handles: list[Any] = []
+        self._fired = np.zeros(len(site_names), dtype=bool)
+        self._steps = 0
+
+    def attach(self, slab: Slab) -> None:
+        self._due = slab.host_view("activations_due")
+        self._switch = slab.device_view("activations_gate")
+        offset, gate = slab.offset("activations"), slab.offset("activations_gate")
+        for number, (module, model) in enumerate(self._sites):
+            hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate)
+            self._hooks.append(hook)
+            self._handles.append(module.register_forward_hook(hook))
+        self.gate()
+
+    def gate(self) -> None:
+        """Tell compiled regions whether this step is measured."""
+        due = self._gate.due(self._every)
+        self._switch.fill_(float(due))
+        self._due[0] = max(self._due[0], float(due))
+
+    def measure(self) -> None:
+        for hook in self._hooks:
+            hook.pending = 0
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for hook in self._hooks:
+            hook.probe = None
+        self._handles.clear()
+        self._hooks.clear()
+        self._sites.clear()
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        rows = stats["activations"].reshape(-1, moments.WIDTH)
+        values, present = moments.finish(rows)
+        if self._steps < SILENT_STEPS and stats["activations_due"][0]:
+            self._listen(rows[:, moments.FIRES] > 0)
+        return values.reshape(-1), present.reshape(-1)
+
+    def _listen(self, fired: BoolArray) -> None:
+        """Say once which sites never ran in the first steps."""
+        self._fired |= fired
+        self._steps += 1
+        if self._steps == SILENT_STEPS and not self._fired.all():
+            silent = [name for name, heard in zip(self._names, self._fired, strict=True) if not heard]
+            logger.warning(
+                "trackbridge: no activation statistics from %d of %d modules (%s%s): they did not run, or the model was "
+                "compiled and run before run.watch; call run.watch first.",
+                len(silent), len(self._names), ", ".join(silent[:5]), ", ..." if len(silent) > 5 else "",
+            )  # fmt: skip
+
+
+class SiteHook(Inert):
+    """The forward hook of one site. `pending` counts calls in the forward pass that a recomputation may still repeat."""
+
+    def __init__(
+        self, probe: ActivationProbe, module: nn.Module, model: nn.Module, slab: torch.Tensor, offset: int, gate: int
+    ) -> None:
+        self.probe: ActivationProbe | None = probe
+        self.module = id(module)
+        self.model = model
+        self.slab = slab
+        self.offset = offset
+        self.gate = gate
+        self.pending = 0
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and module.training:
+                tensor = first_tensor(output)
+                if tensor is not None:
+                    torch.ops.trackbridge.observe(tensor.detach(), self.slab, self.offset, self.gate)
+            return
+        probe = self.probe
+        if probe is None or not probe._part.alive or not torch.is_grad_enabled() or id(module) != self.module:
+            return
+        if not self.model.training or not probe._gate.due(probe._every):
+            return
+        with probe._part:
+            if in_backward():
+                if self.pending:
+                    self.pending -= 1
+                    return
+            else:
+                self.pending += 1
+            tensor = first_tensor(output)
+            if tensor is not None and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                with torch.no_grad():
+                    observe(tensor.detach(), self.slab, self.offset)

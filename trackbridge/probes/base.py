@@ -1,0 +1,76 @@
+"""What a probe is, and what the probes of one run share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Stats: TypeAlias = Mapping[str, FloatArray]
+
+
+class Probe(Protocol):
+    """Measures one kind of thing. `fields` is what it needs in the slab, `series` what it can give; both are fixed.
+
+    `attach`, `measure`, `detach` and the probe's hooks run on the training thread and never wait for the device. `finalize`
+    runs on the scribe's thread and touches nothing but its argument.
+    """
+
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+
+    @property
+    def series(self) -> tuple[str, ...]: ...
+
+    def attach(self, slab: Slab) -> None:
+        """Bind the fields and install the hooks."""
+
+    def measure(self) -> None:
+        """The end of a step, just before the slab is copied: write what the hooks have not written."""
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        """Values and whether they are present, both of shape (len(series),). Values of absent series mean nothing."""
+
+    def detach(self) -> None:
+        """Remove the hooks and let go of models and optimizers. Safe to call twice."""
+
+
+class UpdateProbe(Probe, Protocol):
+    """A probe that also looks at optimizer steps. Calls nest: `after_update` runs in the reverse order of `before_update`."""
+
+    def before_update(self, optimizer: Any, *, closure: bool) -> None:
+        """`optimizer.step` is about to run; with a `closure` the gradients do not exist yet."""
+
+    def after_update(self, optimizer: Any, *, closure: bool) -> None:
+        """`optimizer.step` has run."""
+
+
+class Gate:
+    """Whether to measure: the one switch that all probes of a run look at."""
+
+    __slots__ = ("paused", "step")
+
+    def __init__(self) -> None:
+        self.paused = 0
+        self.step: int | None = None
+
+    def due(self, every: int) -> bool:
+        """True when a statistic of this cadence belongs into the current step. The first step after `watch` has them all."""
+        return not self.paused and every > 0 and (self.step is None or self.step % every == 0)
+
+
+class Inert:
+    """A hook that does nothing in copies: a pickle or deep copy of a watched model gets a no-op from the standard library.
+
+    So a saved model loads where trackbridge is not installed, and a copy (an EMA, say) is not measured as the original.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # accepts any three arguments and returns None

@@ -1,0 +1,163 @@
+"""Gradient statistics of every parameter, of the gradient that the optimizer used: accumulated, unscaled, clipped.
+
+Measured just before `optimizer.step` runs. A parameter without a gradient has no value. Non-finite elements are counted
+before clipping where `clip_grad_norm_` is ours: afterwards one NaN has spread over every tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trackbridge import names
+from trackbridge.config import ParametersConfig
+from trackbridge.errors import Part, UsageError
+from trackbridge.probes import reduce
+from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.rows import Rows, alike, root_sum
+from trackbridge.probes.subject import Subject
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite")
+TOTALS = ("grad/norm", "grad/norm_clipped", "grad/nonfinite")
+
+
+class GradientProbe:
+    def __init__(self, subject: Subject, config: ParametersConfig, gate: Gate, part: Part) -> None:
+        self._subject = subject
+        self._every = config.gradients_every
+        self._gate = gate
+        self._part = part
+        size = len(subject.parameters)
+        self._owners = np.array(subject.owners, dtype=object)
+        self._keys = tuple(subject.models)
+        self.fields: tuple[Field, ...] = (
+            *(Field(name, size) for name in STATISTICS),
+            Field("clip_norm", len(self._keys) + 1),  # of each model; the last of all models together
+            Field("clip_seen", len(self._keys) + 1, "host"),
+            Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
+            Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
+        )
+        self.series: tuple[str, ...] = (
+            *TOTALS,
+            *(names.layer(parameter, name) for name in STATISTICS for parameter in subject.names),
+        )
+
+    def attach(self, slab: Slab) -> None:
+        self._norm, self._peak, self._nonfinite = (Rows(slab, name) for name in STATISTICS)
+        self._clip_norm = slab.device_view("clip_norm")
+        self._clip_seen = slab.host_view("clip_seen")
+        self._seen = slab.host_view("grad_seen")
+        self._counted = slab.host_view("grad_counted")
+
+    def before_update(self, optimizer: Any, *, closure: bool) -> None:
+        if not closure:
+            self._update(optimizer)
+
+    def after_update(self, optimizer: Any, *, closure: bool) -> None:
+        if closure:
+            self._update(optimizer)
+
+    def measure(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+    def clip(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, model: str | None
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of, with a look at the gradients in between."""
+        if model is not None and model not in self._subject.models:
+            raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
+        chosen = self._subject.models if model is None else {model: self._subject.models[model]}
+        parameters = list({id(p): p for module in chosen.values() for p in module.parameters()}.values())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        try:
+            total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        except RuntimeError:
+            with self._part:
+                self._count(parameters)
+            raise
+        if self._part.alive and not self._gate.paused:
+            with self._part:
+                self._note(total, norm_type, parameters, model)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+        return total
+
+    @torch.no_grad()
+    def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor], model: str | None) -> None:
+        shard = getattr(total, "_local_tensor", total)
+        if norm_type == 2.0:
+            place = len(self._keys) if model is None else self._keys.index(model)
+            self._clip_norm[place].copy_(shard, non_blocking=True)
+            self._clip_seen[place] = 1.0
+        if shard.device.type == "cpu" and not math.isfinite(shard.item()):
+            self._count(parameters)
+
+    @torch.no_grad()
+    def _count(self, parameters: Sequence[Tensor]) -> None:
+        pairs = ((self._subject.row(p), p.grad) for p in parameters)
+        for rows, gradients in alike((row, grad) for row, grad in pairs if row is not None and grad is not None):
+            self._nonfinite.write(rows, reduce.nonfinites(gradients))
+            self._counted[rows] = 1.0
+
+    @torch.no_grad()
+    def _update(self, optimizer: Any) -> None:
+        if not self._gate.due(self._every):
+            return
+        place = 1.0 + list(self._subject.optimizers.values()).index(optimizer)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
+        members = ((row, parameter.grad) for row, parameter in self._subject.members(optimizer))
+        for rows, gradients in alike((row, grad) for row, grad in members if grad is not None):
+            norm, peak = reduce.norms(gradients), reduce.peaks(gradients)
+            if gradients[0].device.type == "cpu":
+                self._count_bad(rows, gradients, norm.numpy())
+            else:
+                self._nonfinite.write(rows, reduce.nonfinites(gradients))
+            if scale is not None:
+                norm, peak = norm / scale, peak / scale
+            self._norm.write(rows, norm)
+            self._peak.write(rows, peak)
+            self._seen[rows] = place
+
+    def _count_bad(self, rows: list[int], gradients: list[Tensor], norm: FloatArray) -> None:
+        """A finite norm has only finite elements: count in the rare rest. Reading a CPU tensor is no synchronisation."""
+        bad = [i for i in np.flatnonzero(~np.isfinite(norm)) if not self._counted[rows[i]]]
+        if bad:
+            self._nonfinite.write([rows[i] for i in bad], reduce.nonfinites([gradients[i] for i in bad]))
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        """An update that GradScaler's overflow check dropped has no norms: a scale that was tried is no spike. It keeps its
+        counts of non-finite elements, which say where the overflow was."""
+        overflow = np.concatenate(([False], stats["found_inf"] > 0))
+        used = stats["grad_seen"].astype(np.intp)
+        seen = (used > 0) & ~overflow[used]
+        counted = (used > 0) | (stats["grad_counted"] > 0)
+        dropped = bool(overflow.any() or stats["scale_fell"][0] > 0)
+        totals = (
+            self._before_clipping(stats, seen),
+            root_sum(stats["grad_norm"], seen),
+            float(stats["grad_nonfinite"][counted].sum()),
+        )
+        some = bool(seen.any())
+        known = (some or (bool(stats["clip_seen"].any()) and not dropped), some, bool(counted.any()))
+        values = np.concatenate((totals, stats["grad_norm"], stats["grad_max"], stats["grad_nonfinite"]))
+        return values, np.concatenate((np.array(known), seen, seen, counted))
+
+    def _before_clipping(self, stats: Stats, seen: BoolArray) -> float:
+        """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
+        norm, known = stats["clip_norm"], stats["clip_seen"] > 0
+        if known[-1]:
+            return float(norm[-1])
+        parts = []
+        for place, key in enumerate(self._keys):
+            mine = seen & (self._owners == key)
+            parts.append(norm[place] if known[place] else root_sum(stats["grad_norm"], mine))
+        return math.hypot(*parts)

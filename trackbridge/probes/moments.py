@@ -1,0 +1,117 @@
+"""Moments of a tensor's elements, and how two sets of them combine.
+
+A row of `WIDTH` numbers holds what is known of a site in a step: the count n of finite elements, their mean, the sums M2, M3,
+M4 of powers of their deviations from the mean, the largest absolute value, the count of non-finite elements, and how often
+the module ran. Central moments of parts are combined pairwise (Chan, Golub, LeVeque, "Updating formulae and a pairwise
+algorithm for computing sample variances", 1979; third and fourth order: Pebay, SAND2008-6212), so that the size of the mean
+does not matter. Chunks are summed in float32 and combined in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trackbridge.probes.base import BoolArray
+from trackbridge.records import FloatArray
+
+N, MEAN, M2, M3, M4, MAX, NONFINITE, FIRES = range(8)
+WIDTH = 8
+CHUNK = 1 << 18  # elements: one pass and its temporaries stay in the cache
+STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nonfinite")
+
+
+def merge(a: Any, b: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Combine (n, mean, M2, M3, M4) of two disjoint parts: numbers, or arrays of them. An empty part changes nothing."""
+    na, mean_a, m2a, m3a, m4a = a
+    nb, mean_b, m2b, m3b, m4b = b
+    n = na + nb
+    whole = n + (n == 0)
+    d = mean_b - mean_a
+    d_n = d / whole
+    product = na * nb
+    m2 = m2a + m2b + d * d_n * product
+    m3 = m3a + m3b + d * d_n**2 * product * (na - nb) + 3 * d_n * (na * m2b - nb * m2a)
+    m4 = (
+        m4a
+        + m4b
+        + d * d_n**3 * product * (na * na - product + nb * nb)
+        + 6 * d_n**2 * (na * na * m2b + nb * nb * m2a)
+        + 4 * d_n * (na * m3b - nb * m3a)
+    )
+    return n, mean_a + d_n * nb, m2, m3, m4
+
+
+def add_on_cpu(y: Tensor, row: FloatArray) -> None:
+    """Merge the elements of `y`, a CPU tensor, into `row`, shape (WIDTH,)."""
+    flat = y.reshape(-1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    have = tuple(row[:MAX].tolist())
+    largest = float(row[MAX])
+    for chunk in torch.split(flat, CHUNK):
+        part, low, high = _central(chunk)
+        if not all(map(math.isfinite, part)):
+            bad = chunk.numel() - int(torch.isfinite(chunk).sum())
+            if bad:
+                row[NONFINITE] += bad
+                continue
+            part, low, high = _central(chunk.double())
+        have = merge(have, part)
+        largest = max(largest, high, -low)
+    row[:MAX] = have
+    row[MAX] = largest
+    row[FIRES] += 1
+
+
+def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float, float]:
+    """(n, mean, M2, M3, M4), minimum and maximum of a contiguous float tensor, in its own precision."""
+    low, high = torch.aminmax(x)
+    mean = x.mean()
+    d = x - mean
+    d2 = d * d
+    found = torch.stack((mean, torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2), low, high))
+    middle, m2, m3, m4, least, most = found.tolist()
+    if least == most:
+        return (x.numel(), least, 0.0, 0.0, 0.0), least, most
+    if x.dtype == torch.float32 and m4 < 1e-30:  # squares of squares got lost
+        return _central(x.double())
+    return (x.numel(), middle, m2, m3, m4), least, most
+
+
+def add_on_device(y: Tensor, row: Tensor) -> None:
+    """`add_on_cpu` for any device, with plain torch operations and no sync. Non-finite elements are set aside."""
+    x = y.reshape(-1)
+    finite = torch.isfinite(x)
+    x = torch.where(finite, x, 0.0).float() if x.dtype != torch.float64 else torch.where(finite, x, 0.0)
+    n = finite.sum()
+    mean = x.sum() / n.clamp(min=1)
+    d = torch.where(finite, x - mean, 0.0)
+    d2 = d * d
+    part = torch.stack((n.to(x), mean, d2.sum(), (d2 * d).sum(), (d2 * d2).sum())).to(row)
+    row[:MAX] = torch.stack(merge(row[:MAX].unbind(), part.unbind()))
+    row[MAX:] = torch.stack(
+        (torch.maximum(row[MAX], x.abs().max().to(row)), row[NONFINITE] + (x.numel() - n).to(row), row[FIRES] + 1)
+    )
+
+
+def finish(rows: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """The statistics of sites from their `rows`, shape (S, WIDTH). Returns values and presence, both (6, S).
+
+    Standard deviation and kurtosis are those of the population; kurtosis is excess (0 for a normal distribution) and absent
+    for constant data. A site with a non-finite element has its count of them and nothing else.
+    """
+    n, mean, m2, m4 = rows[:, N], rows[:, MEAN], rows[:, M2], rows[:, M4]
+    fired = rows[:, FIRES] > 0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        variance = m2 / n
+        std = np.sqrt(variance)
+        kurtosis = n * m4 / (m2 * m2) - 3.0
+        values = np.stack((mean, std, np.sqrt(mean * mean + variance), rows[:, MAX], kurtosis, rows[:, NONFINITE]))
+    clean = fired & (rows[:, NONFINITE] == 0) & (n > 0)
+    varied = clean & (std > 1e-6 * np.abs(mean)) & np.isfinite(kurtosis)  # below that it is rounding
+    return values, np.stack((clean, clean, clean, clean, varied, fired))

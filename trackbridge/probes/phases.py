@@ -1,0 +1,164 @@
+"""How long the forward passes, the backward passes and the optimizer took, on the device's own clock where it has one.
+
+The backward pass is timed from the moment the gradient of the model's output is there to the end of that pass; the loss
+function, outside the model, belongs to neither. On CUDA each end of an interval is an event, read on the scribe's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trackbridge.errors import Part
+from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
+from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.subject import Subject
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+FORWARD, BACKWARD, OPTIMIZER = range(3)
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+class PhaseProbe:
+    series: tuple[str, ...] = ("perf/forward_s", "perf/backward_s", "perf/optimizer_s")
+    fields: tuple[Field, ...] = (Field("phase_s", 3, "host"), Field("phase_seen", 3, "host"))
+
+    def __init__(self, subject: Subject, gate: Gate, part: Part) -> None:
+        self._subject = subject
+        self._gate = gate
+        self._part = part
+        self._cuda = subject.device.type == "cuda"
+        self._events: deque[torch.cuda.Event] = deque()
+        self._intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._started: dict[tuple[int, int], Mark] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, slab: Slab) -> None:
+        self._seconds, self._seen = slab.host_view("phase_s"), slab.host_view("phase_seen")
+        for number, model in enumerate(self._subject.models.values()):
+            self._handles += [
+                model.register_forward_pre_hook(_Enter(self, number, model)),
+                model.register_forward_hook(_Leave(self, number, model)),
+            ]
+
+    def start(self, phase: int, number: int) -> None:
+        self._started[phase, number] = self._now()
+
+    def stop(self, phase: int, number: int) -> None:
+        begun = self._started.pop((phase, number), None)
+        if begun is None:
+            return
+        now = self._now()
+        if isinstance(begun, float):
+            self._seconds[phase] += now - begun
+        else:
+            self._intervals.append((phase, begun, now))
+        self._seen[phase] = 1.0
+
+    def entered(self, number: int, model: nn.Module) -> None:
+        if self._counts(model):
+            self.start(FORWARD, number)
+
+    def left(self, number: int, model: nn.Module, output: Any) -> None:
+        if not self._counts(model):
+            return
+        self.stop(FORWARD, number)
+        tensor = first_tensor(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(_Backward(self, number))
+
+    def before_update(self, optimizer: Any, *, closure: bool) -> None:
+        if not self._gate.paused:
+            self.start(OPTIMIZER, id(optimizer))
+
+    def after_update(self, optimizer: Any, *, closure: bool) -> None:
+        self.stop(OPTIMIZER, id(optimizer))
+
+    def measure(self) -> None:
+        self._started.clear()
+
+    def take(self) -> list[tuple[int, torch.cuda.Event, torch.cuda.Event]]:
+        """The CUDA intervals of the step that ends, to travel with its slot."""
+        taken, self._intervals = self._intervals, []
+        return taken
+
+    def read(self, intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]], seconds: FloatArray) -> None:
+        """Add the device's time between events that are over to `seconds`. On the scribe's thread."""
+        for phase, begun, ended in intervals:
+            ended.synchronize()
+            seconds[phase] += begun.elapsed_time(ended) / 1e3
+            self._events.extend((begun, ended))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._started.clear()
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        return stats["phase_s"], stats["phase_seen"] > 0
+
+    def _counts(self, model: nn.Module) -> bool:
+        return not self._gate.paused and model.training and torch.is_grad_enabled() and not in_backward()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = self._events.popleft() if self._events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def in_backward() -> bool:
+    """True inside a backward pass: recomputation of a checkpointed part, in both of its modes."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+class _Hook(Inert):
+    """On one model; silent for replicas and while tracing, where a clock means nothing."""
+
+    def __init__(self, probe: PhaseProbe, number: int, model: nn.Module) -> None:
+        self._probe = probe
+        self._number = number
+        self._model = id(model)
+
+    def _live(self, module: nn.Module) -> bool:
+        return id(module) == self._model and self._probe._part.alive
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._live(module):
+            with self._probe._part:
+                self._probe.entered(self._number, module)
+
+
+class _Leave(_Hook):
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._live(module):
+            with self._probe._part:
+                self._probe.left(self._number, module, output)
+
+
+class _Backward:
+    """On the node that made the model's output: called when that gradient is there."""
+
+    def __init__(self, probe: PhaseProbe, number: int) -> None:
+        self._probe = probe
+        self._number = number
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        probe = self._probe
+        if probe._gate.paused or not probe._part.alive:
+            return
+        with probe._part:
+            probe.start(BACKWARD, self._number)
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        self._probe.stop(BACKWARD, self._number)

@@ -1,0 +1,56 @@
+"""Per-parameter statistics in the slab: one field per statistic, and a host field that says which were measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trackbridge.probes.subject import local
+from trackbridge.slab import Slab
+
+
+class Rows:
+    """Writes values of some parameters to a field of the slab. On the CPU through numpy, elsewhere in one operation."""
+
+    def __init__(self, slab: Slab, field: str) -> None:
+        self._view = slab.device_view(field)
+        self._array = self._view.numpy() if slab.device.type == "cpu" else None
+        self._index: dict[tuple[int, ...], Tensor] = {}
+
+    def write(self, rows: Sequence[int], values: Tensor) -> None:
+        """`values`, shape (len(rows),), to `rows`. Without a sync."""
+        if self._array is not None:
+            self._array[rows] = values.numpy(force=True)
+        elif rows[-1] - rows[0] == len(rows) - 1:
+            self._view[rows[0] : rows[-1] + 1].copy_(values, non_blocking=True)
+        else:
+            self._view.index_copy_(0, self._indices(tuple(rows)), values.to(self._view, non_blocking=True))
+
+    def _indices(self, rows: tuple[int, ...]) -> Tensor:
+        if rows not in self._index:
+            pinned = torch.tensor(rows, pin_memory=self._view.device.type == "cuda")
+            self._index[rows] = pinned.to(self._view.device, non_blocking=True)
+        return self._index[rows]
+
+
+def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Tensor]]]:
+    """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; empty and complex ones left out."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for row, tensor in pairs:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            tensor = local(tensor)
+        if tensor.numel() and tensor.is_floating_point():
+            rows, tensors = groups[tensor.device, tensor.dtype]
+            rows.append(row)
+            tensors.append(tensor)
+    return [(rows, tensors) for rows, tensors in groups.values()]
+
+
+def root_sum(values: np.ndarray, present: np.ndarray) -> float:
+    """L2 norm of the whole from the norms of its parts."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.sqrt(np.square(values[present]).sum()))

@@ -1,0 +1,105 @@
+"""Scalars that the user hands over as tensors: the loss of the step, of its micro-batches and of its samples. Never a sync."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trackbridge.probes.base import BoolArray, Stats
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+logger = logging.getLogger("trackbridge")
+
+CAPACITY = 256
+FIXED = ("train/loss", "train/sample_loss_max", "train/sample_loss_argmax")
+
+
+class ScalarProbe:
+    """`series` grows at its end when a new name is set: positions never change."""
+
+    fields: tuple[Field, ...] = (
+        Field("scalars", CAPACITY),
+        Field("scalars_seen", CAPACITY, "host"),
+        Field("loss_sum", 1),
+        Field("loss_tokens", 1),
+        Field("loss_seen", 1, "host"),
+        Field("sample_worst", 2),  # loss, row
+        Field("sample_rows", 1, "host"),
+    )
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self.series: tuple[str, ...] = FIXED
+        self._full = False
+
+    def attach(self, slab: Slab) -> None:
+        self._values, self._seen = slab.device_view("scalars"), slab.host_view("scalars_seen")
+        self._sum, self._tokens = slab.device_view("loss_sum"), slab.device_view("loss_tokens")
+        self._loss_seen = slab.host_view("loss_seen")
+        self._worst, self._rows = slab.device_view("sample_worst"), slab.host_view("sample_rows")
+
+    @torch.no_grad()
+    def set(self, name: str, value: Tensor) -> None:
+        """Copy a tensor of one element into the slab; the last value of a step counts."""
+        place = self._places.get(name)
+        if place is None:
+            if len(self._places) == CAPACITY:
+                if not self._full:
+                    self._full = True
+                    logger.warning("trackbridge: more than %d scalar series; %s and later ones are left out", CAPACITY, name)
+                return
+            place = self._places[name] = len(self._places)
+            if name not in FIXED:
+                self.series = (*self.series, name)
+        self._values[place].copy_(value.detach().reshape(()), non_blocking=True)
+        self._seen[place] = 1.0
+
+    @torch.no_grad()
+    def micro(self, loss: Tensor | float, tokens: Tensor | float | None, sample_loss: Tensor | None) -> None:
+        """Add one micro-batch to the step's mean loss, weighted by `tokens` (1 each when None).
+
+        `sample_loss`, any shape, gives the largest loss of the step and its row, counted over the micro-batches.
+        """
+        weight = 1.0 if tokens is None else tokens
+        product = (
+            (loss.detach().double() if self._sum.dtype == torch.float64 else loss.detach()) * weight
+            if isinstance(loss, Tensor)
+            else loss * weight
+        )
+        self._sum += product if not isinstance(product, Tensor) else product.reshape(()).to(self._sum.device, non_blocking=True)
+        self._tokens += weight if not isinstance(weight, Tensor) else weight.to(self._sum.device, non_blocking=True)
+        self._loss_seen[0] = 1.0
+        if sample_loss is not None and sample_loss.numel():
+            self._sample(sample_loss.detach().reshape(-1))
+
+    def _sample(self, losses: Tensor) -> None:
+        value, row = losses.max(0)
+        found = torch.stack((value.to(self._worst), row.to(self._worst) + self._rows[0]))
+        if self._rows[0]:
+            found = torch.where(found[0] <= self._worst[0], self._worst, found)  # a NaN is the worst there is
+            found = torch.where(self._worst[0].isnan(), self._worst, found)
+        self._worst.copy_(found, non_blocking=True)
+        self._rows += losses.numel()
+
+    def measure(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        series = self.series
+        values, present = np.zeros(len(series)), np.zeros(len(series), dtype=bool)
+        if stats["loss_seen"][0]:
+            tokens = stats["loss_tokens"][0]
+            values[0], present[0] = (stats["loss_sum"][0] / tokens, True) if tokens else (0.0, False)
+        values[1:3], present[1:3] = stats["sample_worst"], bool(stats["sample_rows"][0])
+        for name, place in list(self._places.items()):
+            if stats["scalars_seen"][place]:
+                at = series.index(name)
+                values[at], present[at] = stats["scalars"][place], True
+        return values, present

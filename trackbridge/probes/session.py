@@ -1,0 +1,123 @@
+"""One `attach`: the probes, the slab and the ring that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trackbridge.config import ActivationsConfig, ParametersConfig
+from trackbridge.errors import Part
+from trackbridge.probes.activations import ActivationProbe
+from trackbridge.probes.base import BoolArray, Gate, Probe, UpdateProbe
+from trackbridge.probes.gradients import GradientProbe
+from trackbridge.probes.phases import PhaseProbe
+from trackbridge.probes.scalars import ScalarProbe
+from trackbridge.probes.subject import Subject
+from trackbridge.probes.updates import UpdateCountProbe
+from trackbridge.probes.weights import WeightProbe
+from trackbridge.records import FloatArray
+from trackbridge.slab import Ring, Slab, Slot
+
+
+class Session:
+    """Probes on one set of models and optimizers. The scalar probe is the run's own and outlives sessions."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        parameters: ParametersConfig,
+        activations: ActivationsConfig,
+        scalars: ScalarProbe,
+        gate: Gate,
+        *,
+        slots: int,
+        strict: bool,
+    ) -> None:
+        def part(name: str) -> Part:
+            return Part(f"the {name} probe", strict=strict)
+
+        parts = [part(name) for name in ("gradient", "weight", "update count", "phase", "activation", "scalar")]
+        self.subject = subject
+        self.scalars = scalars
+        self.gradients = GradientProbe(subject, parameters, gate, parts[0])
+        self.updates = UpdateCountProbe(subject)
+        self.phases = PhaseProbe(subject, gate, parts[3])
+        self.activations = ActivationProbe(subject, activations, gate, parts[4])
+        weights = WeightProbe(subject, parameters, gate)
+        self._nested: list[tuple[UpdateProbe, Part]] = list(
+            zip((self.gradients, weights, self.updates, self.phases), parts[:4], strict=True)
+        )
+        self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
+        self.slab = Slab((field for probe, _ in self._probes for field in probe.fields), subject.device)
+        self._ring = Ring(self.slab, slots)
+        self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
+        self._series = self._fixed
+        self._handles: list[Any] = []
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        scalars = self.scalars.series
+        if len(self._series) != len(self._fixed) + len(scalars):
+            self._series = (*self._fixed, *scalars)
+        return self._series
+
+    def attach(self, before: Session | None) -> None:
+        """Install every hook; counts go on from the session `before`."""
+        for probe, _ in self._probes:
+            probe.attach(self.slab)
+        if before is not None:
+            self.updates.go_on_from(before.slab)
+        for optimizer in self.subject.optimizers.values():
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_update),
+                optimizer.register_step_post_hook(self._after_update),
+            ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for probe, _ in self._probes:
+            probe.detach()
+        self.subject.release()
+
+    def close(self, step: int) -> Slot | None:
+        for probe, part in self._probes:
+            if part.alive:
+                with part:
+                    probe.measure()
+        slot = self._ring.take(step)
+        intervals = self.phases.take()
+        if slot is not None:
+            slot.owner, slot.keep = self, intervals
+        self.slab.reset()
+        return slot
+
+    def finalize(self, slot: Slot) -> tuple[FloatArray, BoolArray]:
+        slot.wait()
+        stats = slot.read()
+        self.phases.read(slot.keep, stats["phase_s"])
+        self._ring.give(slot)
+        found = [probe.finalize(stats) for probe, _ in self._probes]
+        return np.concatenate([values for values, _ in found]), np.concatenate([present for _, present in found])
+
+    def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        closure = _has_closure(args, kwargs)
+        for probe, part in self._nested:
+            if part.alive:
+                with part:
+                    probe.before_update(optimizer, closure=closure)
+
+    def _after_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        closure = _has_closure(args, kwargs)
+        for probe, part in reversed(self._nested):
+            if part.alive:
+                with part:
+                    probe.after_update(optimizer, closure=closure)
+
+
+def _has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """`args` are those of the unbound `step`, the optimizer first."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None

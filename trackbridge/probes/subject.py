@@ -1,0 +1,111 @@
+"""What the probes look at: the parameters of the watched models, each once and by its own name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trackbridge import names
+
+logger = logging.getLogger("trackbridge")
+
+
+class Subject:
+    """Models and optimizers by key, and their parameters as rows 0 .. P-1 (tied parameters are one row, under the first name).
+
+    Attributes:
+        parameters: the tensors, frozen ones included: they may be unfrozen later.
+        names: their names, with the model's key as prefix when there are several models.
+        owners: the key of each parameter's model.
+        device: where the slab belongs.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scaler: Any = None) -> None:
+        self._given = (dict(models), dict(optimizers), scaler)
+        self.models = dict(models)
+        self.optimizers = {key: unwrapped(optimizer) for key, optimizer in optimizers.items()}
+        self.scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
+        self.parameters: list[Tensor] = []
+        self.names: list[str] = []
+        self.owners: list[str] = []
+        self._rows: dict[int, int] = {}
+        self._strangers = 0
+        for key, model in self.models.items():
+            for name, parameter in model.named_parameters():
+                self._add(prefix(key) + names.legal(names.clean(name)), key, parameter)
+        for key, optimizer in self.optimizers.items():
+            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                self._add(f"{prefix(key)}unnamed.{number}", key, parameter)
+        self.device = next((p.device for p in self.parameters if p.device.type != "cpu"), torch.device("cpu"))
+
+    def is_of(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scaler: Any) -> bool:
+        """True if these are the very objects this was made of."""
+        old = self._given
+        return (
+            all(before.keys() == now.keys() for before, now in ((old[0], models), (old[1], optimizers)))
+            and all(old[0][key] is models[key] for key in models)
+            and all(old[1][key] is optimizers[key] for key in optimizers)
+            and old[2] is scaler
+        )
+
+    def release(self) -> None:
+        """Let go of everything but the names."""
+        self._given = ({}, {}, None)
+        self.models, self.optimizers, self.scaler = {}, {}, None
+        self.parameters = []
+        self._rows = {}
+
+    def members(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
+        """(row, parameter) for every parameter that `optimizer` holds now."""
+        rows = self._rows
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                row = rows.get(id(parameter))
+                if row is not None:
+                    yield row, parameter
+                else:
+                    self._stranger()
+
+    def row(self, parameter: Tensor) -> int | None:
+        return self._rows.get(id(parameter))
+
+    def _add(self, name: str, owner: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._rows:
+            self._rows[id(parameter)] = len(self.parameters)
+            self.parameters.append(parameter)
+            self.names.append(name)
+            self.owners.append(owner)
+
+    def _stranger(self) -> None:
+        if not self._strangers:
+            logger.warning(
+                "trackbridge: the optimizer holds parameters that were not there at run.watch; they are not measured. "
+                "Call run.watch again after sharding the model or adding parameters."
+            )
+        self._strangers += 1
+
+
+def prefix(key: str) -> str:
+    return f"{key}." if key else ""
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Lightning): the one whose hooks fire."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, the non-zero rows of a sparse tensor (duplicates summed), else the tensor itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor.coalesce().values()
+    shard = getattr(tensor, "_local_tensor", None)
+    if shard is not None:
+        return shard  # type: ignore[no-any-return]
+    return tensor
