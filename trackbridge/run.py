@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from trackbridge import attempts, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
-from trackbridge.batches import Feed, SkipPlan
+from trackbridge.batches import Feed, Fetch, LoaderBook
 from trackbridge.clock import StepClock
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
@@ -39,7 +39,10 @@ from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scribe import ClosedStep, Logged, Scribe
 from trackbridge.sealer import Sealer
+from trackbridge.skip import SkipPlan
 from trackbridge.watched import AutoStep, named
+
+T = TypeVar("T")
 
 logger = logging.getLogger("trackbridge")
 
@@ -123,6 +126,8 @@ class Run:
         self._step = info.start_step
         self._clock = StepClock()
         self._part = Part("the run", strict=settings.strict)
+        self._feeding = Part("batch recording", strict=settings.strict)
+        self._book = LoaderBook()
         self._first = True
         self._complained = False
         self._ended = False
@@ -228,12 +233,29 @@ class Run:
         self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
         self._clock.lap()
 
-    def batches(self, loader: Iterable[Any], *, skip: SkipPlan | None = None) -> Feed:
+    def batches(self, loader: Iterable[T], *, skip: SkipPlan | None = None, epoch: int | None = None) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
 
-        The order of the batches, their content and every RNG state are those of the bare loop.
+        The order of the batches, their content and every RNG state are those of the bare loop. `skip` names batches that are
+        fetched but not handed out; `epoch` numbers the next pass where the loop knows better (after a resume).
         """
-        return Feed(loader, self._recorder, on_fetch=self._fetched, skip=skip)
+        return Feed(loader, None if self._inert() else self, book=self._book, skip=skip, epoch=epoch, part=self._feeding)
+
+    # what a feed tells (`trackbridge.batches.Observer`)
+
+    def before_fetch(self, *, opening: bool = False) -> None:
+        if self._recorder is not None and not self._inert():
+            self._recorder.before_fetch(opening=opening)
+
+    def fetched(self, batch: Any, fetch: Fetch, /) -> None:
+        if not self._inert():
+            self._fetch_s += fetch.seconds
+            if self._recorder is not None:
+                self._recorder.fetched(batch, fetch)
+
+    def exhausted(self) -> None:
+        if self._recorder is not None and not self._inert():
+            self._recorder.exhausted()
 
     def micro(
         self,
@@ -490,9 +512,6 @@ class Run:
         if not self._complained:
             logger.warning("trackbridge: %s; such values are left out from now on", error)
         self._complained = True
-
-    def _fetched(self, seconds: float) -> None:
-        self._fetch_s += seconds
 
     def _rates(self, host: dict[str, float], tokens: int | None, samples: int | None) -> None:
         """Step time, fetch time and throughput of the step that ends now."""
