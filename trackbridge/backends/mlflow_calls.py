@@ -1,0 +1,121 @@
+"""MLflow's client and its errors, as this package means them.
+
+Only the synchronous client is used, never the fluent interface: a run that the user has active is not touched. With MLflow's
+own settings a call blocks for four minutes when the server is gone; `ENVIRONMENT` turns its retries off and bounds a request,
+because the shipper backs off by itself. It is applied by the shipper to its own process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+from trackbridge import plugins, redact
+from trackbridge.errors import ConfigError, RetryLater, TrackbridgeError
+
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+
+_FOR_GOOD = {"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "RESOURCE_DOES_NOT_EXIST", "NOT_FOUND",
+             "ENDPOINT_NOT_FOUND", "FEATURE_DISABLED", "NOT_IMPLEMENTED"}  # fmt: skip
+_BACK_OFF_SECONDS = 1.0
+
+
+class Refused(Exception):  # noqa: N818 - a signal
+    """MLflow understood the request and says no to its content."""
+
+
+def client(uri: str) -> Any:
+    """A client of `uri`; for a database this creates or opens it."""
+    plugins.require("mlflow", "mlflow")
+    from mlflow.tracking import MlflowClient
+
+    with calling(uri):
+        return MlflowClient(tracking_uri=uri)
+
+
+@contextmanager
+def calling(uri: str) -> Iterator[None]:
+    """Run a call to MLflow at `uri`. Raises `RetryLater` when it may work later, `Refused` when it is the content, and
+    `TrackbridgeError` in one line when a person must do something. No credential gets into a message."""
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except (MlflowException, RequestException, OSError) as error:
+        raise _meaning(error, uri) from None
+
+
+def _meaning(error: Exception, uri: str) -> Exception:
+    from mlflow.exceptions import MlflowException, RestException
+    from requests.exceptions import HTTPError
+
+    text = redact.text(" ".join(str(error).split()))[:500]
+    said = f"MLflow at {public(uri)}: {text}"
+    if isinstance(error, HTTPError) and error.response is not None:
+        status = error.response.status_code
+        return TrackbridgeError(said) if 400 <= status < 500 and status not in (408, 425, 429) else RetryLater(1.0, said)
+    if isinstance(error, MlflowException):
+        # an answer that is not MLflow's own JSON comes from something in between: nobody has judged the content
+        mlflow_itself = isinstance(error, RestException) or not is_http(uri)
+        if error.error_code == "INVALID_PARAMETER_VALUE" and mlflow_itself:
+            return Refused(text)
+        if error.error_code in _FOR_GOOD:
+            return TrackbridgeError(said)
+    return RetryLater(_BACK_OFF_SECONDS, said)
+
+
+def is_http(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def public(uri: str) -> str:
+    """`uri` without what may be secret in it."""
+    if "://" not in uri:
+        return uri
+    parts = urlsplit(uri)
+    return redact.text(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")))
+
+
+def holds_secret(uri: str) -> bool:
+    """True if `uri` carries a password, a token, or (over HTTP) a user name, which is often a token."""
+    if "://" not in uri:
+        return False
+    parts = urlsplit(uri)
+    user, at, _ = parts.netloc.rpartition("@")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    return bool(at and (is_http(uri) or ":" in user)) or redact.tree(query) != query
+
+
+def from_environment() -> str | None:
+    return os.environ.get(URI_VARIABLE) or None
+
+
+def absolute(uri: str) -> str:
+    """A relative SQLite file belongs to the directory it was named in, not to that of whoever opens it later."""
+    if not uri.startswith("sqlite:///") or uri.startswith("sqlite:////"):
+        return uri
+    path, mark, query = uri.removeprefix("sqlite:///").partition("?")
+    return uri if path in ("", ":memory:") else f"sqlite:///{Path(path).absolute()}{mark}{query}"
+
+
+def default_uri() -> str:
+    """What MLflow itself would use here: its variable, else ``mlflow.db`` in the working directory."""
+    return absolute(from_environment() or "sqlite:///mlflow.db")
+
+
+def refuse_secret(uri: str, setting: str) -> None:
+    if holds_secret(uri):
+        raise ConfigError(
+            f"mlflow {setting} holds credentials, which would be written to run.json: set MLFLOW_TRACKING_USERNAME and "
+            f"MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN), or put the whole URI into {URI_VARIABLE}"
+        )
