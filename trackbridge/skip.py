@@ -1,0 +1,76 @@
+"""Batches to leave out when training goes on after a spike, as JSON that a person can read and edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from trackbridge.errors import UsageError
+
+
+class Skip(BaseModel):
+    """One batch. Fields that are given must all match; None matches anything. `index` is the batch's number within its
+    epoch, `sample_ids` the sampler's indices in the batch's order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loader: int | None = Field(None, ge=0)
+    epoch: int | None = Field(None, ge=0)
+    index: int | None = Field(None, ge=0)
+    sample_ids: tuple[int | str, ...] | None = None
+    why: str = ""
+
+    @model_validator(mode="after")
+    def _names_a_batch(self) -> Skip:
+        if self.index is None and self.sample_ids is None:
+            raise ValueError("give index or sample_ids")
+        return self
+
+    def matches(self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None) -> bool:
+        return (
+            self.loader in (None, loader)
+            and self.epoch in (None, epoch)
+            and self.index in (None, index)
+            and self.sample_ids in (None, sample_ids)
+        )
+
+
+class SkipPlan(BaseModel):
+    """A list of batches to skip. Each entry applies once in the life of this object, to the first batch it matches: an
+    epoch later the same batch is trained on, unless an entry names that epoch too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: Literal[1] = 1
+    skips: tuple[Skip, ...] = ()
+    _applied: set[int] = PrivateAttr(default_factory=set)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SkipPlan:
+        """Read a plan. Raises `UsageError` in one line if it is no plan."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise UsageError(f"cannot read skip plan {path}: {error.strerror}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise UsageError(f"{path} is not a skip plan: {place}: {first['msg']}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
+
+    @property
+    def pending(self) -> tuple[Skip, ...]:
+        """Entries that have not matched a batch yet."""
+        return tuple(skip for number, skip in enumerate(self.skips) if number not in self._applied)
+
+    def take(self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None) -> bool:
+        """True if this batch is to be skipped; the entry that says so is then used up."""
+        for number, skip in enumerate(self.skips):
+            if number not in self._applied and skip.matches(loader, epoch, index, sample_ids):
+                self._applied.add(number)
+                return True
+        return False
