@@ -40,11 +40,11 @@ def test_no_repository_is_absent_not_guessed(tmp_path: Path, monkeypatch: pytest
     assert "git" not in provenance.collect(tmp_path)
 
 
-def test_everything_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_json_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "verysecretvalue"])
-    words = json.dumps(provenance.collect(), allow_nan=False)
+    words = json.dumps(provenance.collect(tmp_path), allow_nan=False)
     assert "0123456789abcdef" not in words and "verysecretvalue" not in words
     facts = json.loads(words)
     assert facts["environment"]["OMP_NUM_THREADS"] == "3"
@@ -52,7 +52,7 @@ def test_everything_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_differences_name_what_changes_results_first() -> None:
-    a = {"torch": {"version": "2.6", "num_threads": 2}, "packages": {"numpy": "1.26"}, "command": ["a"], "python": "3.11"}
-    b = {"torch": {"version": "2.7", "num_threads": 2}, "packages": {"numpy": "2.0"}, "command": ["b"], "python": "3.11"}
+    a = {"torch": {"version": "2.6", "num_threads": 2}, "packages": {"numpy": "1.26"}, "command": "a", "python": "3.11"}
+    b = {"torch": {"version": "2.7", "num_threads": 2}, "packages": {"numpy": "2.0"}, "command": "b", "python": "3.11"}
     assert provenance.differences(a, b) == [("torch.version", "2.6", "2.7"), ("packages.numpy", "1.26", "2.0")]
     assert provenance.differences(a, a) == []

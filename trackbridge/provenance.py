@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ def collect(directory: str | Path = ".") -> dict[str, Any]:
     facts: dict[str, Any] = {
         "trackbridge": __version__,
         "python": platform.python_version(),
-        "command": [redact.text(arg) for arg in sys.argv],
+        "command": redact.text(shlex.join(sys.argv)),
         "packages": packages(),
         "hardware": hardware(),
         "environment": environment(),
