@@ -35,12 +35,12 @@ def merge(a: Any, b: Any) -> tuple[Any, Any, Any, Any, Any]:
     d_n = d / whole
     product = na * nb
     m2 = m2a + m2b + d * d_n * product
-    m3 = m3a + m3b + d * d_n**2 * product * (na - nb) + 3 * d_n * (na * m2b - nb * m2a)
+    m3 = m3a + m3b + d * (d_n * d_n) * product * (na - nb) + 3 * d_n * (na * m2b - nb * m2a)
     m4 = (
         m4a
         + m4b
-        + d * d_n**3 * product * (na * na - product + nb * nb)
-        + 6 * d_n**2 * (na * na * m2b + nb * nb * m2a)
+        + d * (d_n * d_n * d_n) * product * (na * na - product + nb * nb)
+        + 6 * (d_n * d_n) * (na * na * m2b + nb * nb * m2a)
         + 4 * d_n * (na * m3b - nb * m3a)
     )
     return n, mean_a + d_n * nb, m2, m3, m4
@@ -84,18 +84,25 @@ def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float
 
 
 def add_on_device(y: Tensor, row: Tensor) -> None:
-    """`add_on_cpu` for any device, with plain torch operations and no sync. Non-finite elements are set aside."""
+    """`add_on_cpu` for any device, with plain torch operations and no sync. Non-finite elements are set aside.
+
+    Powers are taken of elements scaled to [-1, 1] by a power of two, so that float32 holds them.
+    """
     x = y.reshape(-1)
     finite = torch.isfinite(x)
-    x = torch.where(finite, x, 0.0).float() if x.dtype != torch.float64 else torch.where(finite, x, 0.0)
+    x = torch.where(finite, x, 0.0).to(torch.promote_types(x.dtype, torch.float32))
+    largest = x.abs().max()
+    exponent = torch.frexp(largest).exponent
+    x = torch.ldexp(x, -exponent)
     n = finite.sum()
     mean = x.sum() / n.clamp(min=1)
     d = torch.where(finite, x - mean, 0.0)
     d2 = d * d
-    part = torch.stack((n.to(x), mean, d2.sum(), (d2 * d).sum(), (d2 * d2).sum())).to(row)
-    row[:MAX] = torch.stack(merge(row[:MAX].unbind(), part.unbind()))
+    sums = torch.stack((mean, d2.sum(), (d2 * d).sum(), (d2 * d2).sum())).to(row)
+    part = (n.to(row), *torch.ldexp(sums, exponent * torch.arange(1, 5, device=row.device)).unbind())
+    row[:MAX] = torch.stack(merge(row[:MAX].unbind(), part))
     row[MAX:] = torch.stack(
-        (torch.maximum(row[MAX], x.abs().max().to(row)), row[NONFINITE] + (x.numel() - n).to(row), row[FIRES] + 1)
+        (torch.maximum(row[MAX], largest.to(row)), row[NONFINITE] + (x.numel() - n).to(row), row[FIRES] + 1)
     )
 
 
@@ -112,6 +119,6 @@ def finish(rows: FloatArray) -> tuple[FloatArray, BoolArray]:
         std = np.sqrt(variance)
         kurtosis = n * m4 / (m2 * m2) - 3.0
         values = np.stack((mean, std, np.sqrt(mean * mean + variance), rows[:, MAX], kurtosis, rows[:, NONFINITE]))
-    clean = fired & (rows[:, NONFINITE] == 0) & (n > 0)
+    clean = fired & (rows[:, NONFINITE] == 0) & (n > 0) & np.isfinite(mean) & np.isfinite(m2)
     varied = clean & (std > 1e-6 * np.abs(mean)) & np.isfinite(kurtosis)  # below that it is rounding
     return values, np.stack((clean, clean, clean, clean, varied, fired))

@@ -1,0 +1,340 @@
+"""The gradient that is reported is the one the optimizer used, under the training code people really write."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.probes.kit import Lab, sgd
+from trackbridge.errors import UsageError
+
+
+def linear(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def data(seed: int = 1, rows: int = 16) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def norms(model: nn.Module) -> dict[str, float]:
+    return {name: p.grad.double().norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def layer(found: dict[str, float], statistic: str = "grad_norm") -> dict[str, float]:
+    end = f"/{statistic}"
+    return {name[len("layer/") : -len(end)]: v for name, v in found.items() if name.startswith("layer/") and name.endswith(end)}
+
+
+def total(parts: dict[str, float]) -> float:
+    return math.sqrt(sum(v * v for v in parts.values()))
+
+
+def test_norm_max_count_of_every_parameter_and_the_whole() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    model(data()).square().mean().backward()
+    true = norms(model)
+    peaks = {name: p.grad.abs().max().item() for name, p in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()  # too late to lose anything
+    found = lab.close()
+    assert layer(found) == pytest.approx(true, rel=1e-6)
+    assert layer(found, "grad_max") == peaks
+    assert layer(found, "grad_nonfinite") == dict.fromkeys(true, 0.0)
+    assert found["grad/norm"] == found["grad/norm_clipped"] == pytest.approx(total(true), rel=1e-6)
+    assert found["grad/nonfinite"] == 0
+
+
+def test_a_step_without_an_update_has_no_gradient() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    model(data()).mean().backward()
+    optimizer.step()
+    lab.close()
+    found = lab.close()
+    assert not layer(found)
+    assert not {"grad/norm", "grad/norm_clipped", "grad/nonfinite", "param/norm"} & found.keys()
+
+
+def test_accumulation_is_one_record_of_the_accumulated_gradient() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    for part in data(rows=16).split(4):
+        loss = model(part).square().mean()
+        (loss / 4).backward()
+        lab.instruments.micro(loss.detach(), part.numel())
+    true = norms(model)
+    optimizer.step()
+    found = lab.close()
+    assert layer(found) == pytest.approx(true, rel=1e-6)
+    assert found["optim/applied"] == 1
+
+
+def test_clipping_returns_and_leaves_torchs_own_bits() -> None:
+    ours, theirs = linear(), linear()
+    lab = Lab(ours, optimizer := sgd(ours))
+    for model in (ours, theirs):
+        (100 * model(data()).square().mean()).backward()
+    true = norms(ours)
+    returned = lab.instruments.clip_grad_norm_(1.0)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    assert torch.equal(returned, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    optimizer.step()
+    found = lab.close()
+    assert found["grad/norm"] == returned.item() == pytest.approx(total(true), rel=1e-6)
+    assert found["grad/norm_clipped"] == pytest.approx(1.0, rel=1e-4)
+    assert layer(found) == pytest.approx({name: v / total(true) for name, v in true.items()}, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"norm_type": float("inf")}, {"foreach": False}, {"norm_type": 1.0}])
+def test_every_option_of_clipping(options: dict[str, Any]) -> None:
+    ours, theirs = linear(), linear()
+    lab = Lab(ours, optimizer := sgd(ours))
+    for model in (ours, theirs):
+        model(data()).square().mean().backward()
+    before = total(norms(ours))
+    assert torch.equal(
+        lab.instruments.clip_grad_norm_(0.1, **options), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, **options)
+    )
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    used = total(norms(ours))
+    optimizer.step()
+    found = lab.close()
+    assert found["grad/norm_clipped"] == pytest.approx(used, rel=1e-6)
+    if options == {"foreach": False}:
+        assert found["grad/norm"] == pytest.approx(before, rel=1e-6)
+
+
+def test_nonfinite_gradients_raise_where_the_user_asked_for_it_and_are_located() -> None:
+    model = linear()
+    lab = Lab(model, sgd(model))
+    model(data()).square().mean().backward()
+    model[0].bias.grad[2] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        lab.instruments.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    found = lab.close()
+    assert layer(found, "grad_nonfinite")["0.bias"] == 1
+    assert found["grad/nonfinite"] == 1
+
+
+def test_one_nan_is_counted_before_clipping_spreads_it() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    model(data()).square().mean().backward()
+    model[2].weight.grad[0, 3] = float("nan")
+    lab.instruments.clip_grad_norm_(1.0)
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    optimizer.step()
+    found = lab.close()
+    assert layer(found, "grad_nonfinite") == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 0}
+    assert math.isnan(found["grad/norm"]) and math.isnan(found["grad/norm_clipped"])
+
+
+def test_nan_and_inf_without_clipping() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    model(data()).square().mean().backward()
+    model[2].bias.grad[0] = float("inf")
+    model[0].weight.grad[1, :3] = float("nan")
+    optimizer.step()
+    found = lab.close()
+    assert layer(found, "grad_nonfinite") == {"0.weight": 3, "0.bias": 0, "2.weight": 0, "2.bias": 1}
+    assert math.isinf(layer(found)["2.bias"]) and math.isnan(layer(found)["0.weight"])
+    assert math.isfinite(layer(found)["0.bias"])
+
+
+def test_clipping_needs_a_watched_model() -> None:
+    lab = Lab(linear())
+    lab.instruments.detach()
+    with pytest.raises(UsageError, match=r"run\.watch"):
+        lab.instruments.clip_grad_norm_(1.0)
+    lab = Lab({"g": linear(), "d": linear(1)})
+    with pytest.raises(UsageError, match="g, d"):
+        lab.instruments.clip_grad_norm_(1.0, model="x")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_tied_weights_count_once() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    lab = Lab(model, optimizer := sgd(model))
+    model(torch.arange(5)).square().mean().backward()
+    true = model.embed.weight.grad.norm().item()
+    optimizer.step()
+    found = lab.close()
+    assert layer(found) == {"embed.weight": pytest.approx(true)}
+    assert found["grad/norm"] == pytest.approx(true)
+    assert found["param/norm"] == pytest.approx(model.embed.weight.norm().item(), rel=1e-6)
+
+
+def test_frozen_is_absent_and_unfrozen_is_picked_up() -> None:
+    model = linear()
+    for p in model[0].parameters():
+        p.requires_grad = False
+    lab = Lab(model, optimizer := sgd(model))
+    for step in range(5):
+        if step == 3:
+            for p in model[0].parameters():
+                p.requires_grad = True
+        model(data()).square().mean().backward()
+        optimizer.step()
+        found = lab.close()
+        expected = {"2.weight", "2.bias"} | ({"0.weight", "0.bias"} if step >= 3 else set())
+        assert layer(found).keys() == layer(found, "weight_norm").keys() == expected
+        assert found["param/norm"] == pytest.approx(total(layer(found, "weight_norm")))
+        optimizer.zero_grad()
+
+
+def test_a_parameter_without_gradient_is_absent_not_zero() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+    lab = Lab(model, optimizer := sgd(model))
+    model["used"](data()).mean().backward()
+    optimizer.step()
+    assert layer(lab.close()).keys() == {"used.weight", "used.bias"}
+
+
+def test_sparse_embedding_gradient_with_repeated_rows() -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    lab = Lab(model, optimizer := sgd(model))
+    model(torch.tensor([1, 1, 1, 2])).sum().backward()
+    optimizer.step()
+    found = lab.close()
+    assert layer(found)["weight"] == pytest.approx(math.sqrt(30))  # not sqrt(12), of the rows before they are summed
+    assert layer(found, "grad_max")["weight"] == 3
+    assert not model.weight.grad.is_coalesced()
+
+
+def test_optimizer_in_backward() -> None:
+    model = linear()
+    true: dict[str, float] = {}
+    optimizers = {name: torch.optim.SGD([p], lr=0.1) for name, p in model.named_parameters()}
+
+    def step_now(name: str) -> Any:
+        def hook(p: Tensor) -> None:
+            true[name] = p.grad.norm().item()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+        return hook
+
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(step_now(name))
+    lab = Lab(model, optimizers)
+    model(data()).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    found = lab.close()
+    assert layer(found) == pytest.approx(true, rel=1e-6)
+    assert found["grad/norm"] == pytest.approx(total(true), rel=1e-6)
+    assert found["optim/applied"] == 4
+
+
+def test_a_critic_that_steps_five_times() -> None:
+    generator, critic = linear(0), linear(1)
+    optimizers = {"g": sgd(generator), "d": sgd(critic)}
+    lab = Lab({"g": generator, "d": critic}, optimizers)
+    for _ in range(5):
+        optimizers["d"].zero_grad()
+        critic(data()).square().mean().backward()
+        last = norms(critic)
+        optimizers["d"].step()
+    first = lab.close()
+    assert first["optim/applied"] == 5
+    assert layer(first) == pytest.approx({f"d.{name}": v for name, v in last.items()}, rel=1e-6)  # its last update
+    assert "param/norm" not in first  # of half the parameters
+    generator(data()).square().mean().backward()
+    optimizers["g"].step()
+    optimizers["d"].step()
+    second = lab.close()
+    assert second["optim/applied"] == 7
+    assert {name.split(".")[0] for name in layer(second)} == {"g", "d"}
+    assert "param/norm" in second
+
+
+def test_clipping_one_of_two_models() -> None:
+    generator, critic = linear(0), linear(1)
+    optimizers = {"g": sgd(generator), "d": sgd(critic)}
+    lab = Lab({"g": generator, "d": critic}, optimizers)
+    for model in (generator, critic):
+        (10 * model(data()).square().mean()).backward()
+    before, other = norms(generator), norms(critic)
+    lab.instruments.clip_grad_norm_(0.01, model="g")
+    assert norms(critic) == other
+    for optimizer in optimizers.values():
+        optimizer.step()
+    found = lab.close()
+    assert found["grad/norm"] == pytest.approx(math.hypot(total(before), total(other)), rel=1e-6)
+    assert found["grad/norm_clipped"] == pytest.approx(math.hypot(0.01, total(other)), rel=1e-3)
+
+
+def test_a_closure_computes_its_gradient_inside_the_step() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        loss.backward()
+        return loss
+
+    twin = copy.deepcopy(model)
+    twin(data()).square().mean().backward()
+    optimizer.step(closure)
+    assert layer(lab.close()) == pytest.approx(norms(twin), rel=1e-6)
+    optimizer.step(closure=closure)
+    assert layer(lab.close()).keys() == norms(twin).keys()
+
+
+def test_cadence() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := torch.optim.Adam(model.parameters()), gradients_every=2, weights_every=3, moments_every=0)
+    seen = []
+    for _ in range(7):
+        model(data()).square().mean().backward()
+        optimizer.step()
+        found = lab.close()
+        seen.append(("grad/norm" in found, "param/norm" in found, "optim/exp_avg_norm" in found))
+    assert [g for g, _, _ in seen] == [True, False, True, False, True, False, True]
+    assert [w for _, w, _ in seen] == [True, False, False, True, False, False, True]
+    assert not any(m for _, _, m in seen)
+
+
+def test_float64_bfloat16_and_mixed_parameters() -> None:
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2).double(), nn.Linear(4, 2).bfloat16()])
+    lab = Lab(model, optimizer := sgd(model))
+    for part, dtype in zip(model, (torch.float32, torch.float64, torch.bfloat16), strict=True):
+        part(data().to(dtype)).sum().backward()
+    true = norms(model)
+    optimizer.step()
+    assert layer(lab.close()) == pytest.approx(true, rel=1e-6)
+
+
+def test_complex_and_empty_parameters_are_left_out() -> None:
+    model = nn.ParameterDict(
+        {
+            "c": nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+            "e": nn.Parameter(torch.empty(0)),
+            "r": nn.Parameter(torch.ones(2)),
+        }
+    )
+    lab = Lab(model, optimizer := sgd(model))
+    (model["c"].abs().sum() + model["r"].sum() + model["e"].sum()).backward()
+    optimizer.step()
+    assert layer(lab.close()).keys() == {"r"}

@@ -1,0 +1,213 @@
+"""Weights, moments, update sizes; applied and skipped updates under GradScaler."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.probes.kit import Lab, sgd
+from tests.probes.test_gradients import data, layer, linear, norms, total
+
+
+def test_weights_moments_and_the_real_size_of_the_update() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(data()).square().mean().backward()
+    optimizer.step()
+    found = lab.close()
+    after = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.norm().item() for name, p in after.items()}
+    updates = {name: (after[name] - before[name]).norm().item() for name in after}
+    assert layer(found, "weight_norm") == pytest.approx(weights, rel=1e-6)
+    assert layer(found, "update_ratio") == pytest.approx({n: updates[n] / weights[n] for n in after}, rel=1e-5)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizer.state[p][kind].norm().item() for name, p in model.named_parameters()}
+        assert layer(found, f"{kind}_norm") == pytest.approx(states, rel=1e-6)
+        assert found[f"optim/{kind}_norm"] == pytest.approx(total(states), rel=1e-6)
+    assert found["param/norm"] == pytest.approx(total(weights), rel=1e-6)
+    assert found["optim/update_ratio"] == pytest.approx(total(updates) / total(weights), rel=1e-5)
+
+
+def test_an_update_too_small_for_the_weights_dtype_is_zero() -> None:
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    lab = Lab(model, optimizer := sgd(model, lr=1e-5))
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert lab.close()["optim/update_ratio"] == 0.0
+
+
+def test_an_optimizer_without_moments_has_none() -> None:
+    model = linear()
+    lab = Lab(model, optimizer := sgd(model))
+    model(data()).mean().backward()
+    optimizer.step()
+    assert not {"optim/exp_avg_norm", "optim/exp_avg_sq_norm"} & lab.close().keys()
+
+
+def test_weights_of_zero_have_no_update_ratio_before_they_move() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    lab = Lab(model, optimizer := sgd(model))
+    (0 * model(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    found = lab.close()
+    assert layer(found, "weight_norm") == {"weight": 0.0}
+    assert "optim/update_ratio" not in found and not layer(found, "update_ratio")
+
+
+class Scaled:
+    """A Linear(4, 1) trained under GradScaler; `poison` makes the loss overflow in chosen steps."""
+
+    def __init__(self, fused: bool = False, init_scale: float = 1024.0) -> None:
+        self.model = nn.Linear(4, 1, bias=False)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam(self.model.parameters(), fused=True) if fused else sgd(self.model)
+        )
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+        self.lab = Lab(self.model, self.optimizer, self.scaler)
+
+    def step(self, *, poison: bool = False, clip: bool = False, unscale: bool = False) -> dict[str, float]:
+        loss = self.model(torch.ones(8, 4)).mean() * (float("inf") if poison else 1.0)
+        self.scaler.scale(loss).backward()
+        if unscale or clip:
+            self.scaler.unscale_(self.optimizer)
+        if clip:
+            self.lab.instruments.clip_grad_norm_(10.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.lab.close()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("how", ["plain", "unscale", "clip"])
+def test_gradients_are_reported_unscaled(fused: bool, how: str) -> None:
+    scaled = Scaled(fused)
+    found = scaled.step(**{} if how == "plain" else {how: True})
+    assert layer(found) == {"weight": pytest.approx(2.0)}
+    assert found["grad/norm"] == pytest.approx(2.0)
+    assert layer(found, "grad_max") == {"weight": 1.0}
+    assert found["train/loss_scale"] == 1024
+    assert (found["optim/applied"], found["optim/skipped"]) == (1, 0)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_skipped_step_is_counted_and_is_no_spike(fused: bool, clip: bool) -> None:
+    scaled = Scaled(fused)
+    rows = [scaled.step(poison=step in (1, 3), clip=clip) for step in range(9)]
+    assert [row["optim/applied"] for row in rows] == [1, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert [row["optim/skipped"] for row in rows] == [0, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert [row["train/loss_scale"] for row in rows] == [1024, 512, 512, 256, 256, 256, 512, 512, 512]
+    for step, row in enumerate(rows):
+        if step in (1, 3):
+            assert "grad/norm" not in row and not layer(row)
+        else:
+            assert row["grad/norm"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_an_overflow_is_located(fused: bool) -> None:
+    row = Scaled(fused).step(poison=True, clip=True)
+    assert layer(row, "grad_nonfinite") == {"weight": 4}
+
+
+def test_a_growing_scale_skips_nothing_and_a_missing_step_is_not_a_skip() -> None:
+    scaled = Scaled()
+    for _ in range(5):
+        scaled.step()
+    assert scaled.lab.close()["optim/skipped"] == 0
+
+
+def test_counts_go_on_when_something_else_is_watched() -> None:
+    scaled = Scaled()
+    scaled.step()
+    scaled.step(poison=True)
+    other = linear()
+    scaled.lab.instruments.attach({"": other}, {"": sgd(other)})
+    found = scaled.lab.close()
+    assert (found["optim/applied"], found["optim/skipped"]) == (1, 1)
+
+
+def test_a_step_the_user_declined() -> None:
+    model = linear()
+    lab = Lab(model, sgd(model))
+    lab.instruments.skipped()
+    assert lab.close()["optim/skipped"] == 1
+
+
+def test_a_disabled_scaler_is_none() -> None:
+    model = linear()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    lab = Lab(model, optimizer := sgd(model), scaler)
+    scaler.scale(model(data()).square().mean()).backward()
+    true = norms(model)
+    scaler.step(optimizer)
+    scaler.update()
+    found = lab.close()
+    assert "train/loss_scale" not in found
+    assert layer(found) == pytest.approx(true, rel=1e-6)
+
+
+def test_learning_rates() -> None:
+    model = linear()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.5, "name": "body"},
+        {"params": model[2].parameters(), "lr": torch.tensor(0.25)},
+    ]
+    lab = Lab(model, torch.optim.SGD(groups, lr=1.0))
+    assert lab.instruments.lr() == {"train/lr": 0.5, "train/lr/1": 0.25}
+    lab = Lab({"g": model, "d": linear()}, {"g": sgd(model, lr=1.0), "d": sgd(linear(), lr=2.0)})
+    assert lab.instruments.lr() == {"train/lr": 1.0, "train/lr/d.0": 2.0}
+
+
+def test_scalars() -> None:
+    lab = Lab(linear())
+    lab.instruments.set("train/loss", torch.tensor(3.5, dtype=torch.float16, requires_grad=True))
+    lab.instruments.set("train/loss/aux", torch.tensor([2.0]))
+    found = lab.close()
+    assert (found["train/loss"], found["train/loss/aux"]) == (3.5, 2.0)
+    assert not {"train/loss", "train/loss/aux"} & lab.close().keys()
+
+
+def test_micro_batches_are_weighted_by_tokens() -> None:
+    lab = Lab(linear())
+    lab.instruments.micro(torch.tensor(9.0), 1)
+    lab.instruments.micro(1.0, 99)
+    assert lab.close()["train/loss"] == pytest.approx(1.08)
+    lab.instruments.micro(torch.tensor(9.0), torch.tensor(1))
+    lab.instruments.micro(torch.tensor(1.0), torch.tensor(99))
+    assert lab.close()["train/loss"] == pytest.approx(1.08)
+    lab.instruments.micro(torch.tensor(2.0), None)
+    lab.instruments.micro(4.0, None)
+    assert lab.close()["train/loss"] == 3.0
+
+
+def test_an_explicit_loss_wins_over_the_micro_batches() -> None:
+    lab = Lab(linear())
+    lab.instruments.micro(torch.tensor(2.0), None)
+    lab.instruments.set("train/loss", torch.tensor(7.0))
+    assert lab.close()["train/loss"] == 7.0
+
+
+def test_the_worst_sample_of_the_step() -> None:
+    lab = Lab(linear())
+
+    def worst(*losses: Tensor) -> tuple[float, float]:
+        for part in losses:
+            lab.instruments.micro(part.mean(), None, part)
+        found = lab.close()
+        return found["train/sample_loss_max"], found["train/sample_loss_argmax"]
+
+    assert worst(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([4.0, 3.0])) == (5.0, 1.0)
+    assert worst(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([4.0, 6.0])) == (6.0, 4.0)
+    assert worst(torch.tensor([-1.0]), torch.tensor([-2.0])) == (-1.0, 0.0)
+    value, row = worst(torch.tensor([1.0, float("nan")]), torch.tensor([4.0, 6.0]))
+    assert math.isnan(value) and row == 1.0
+    assert "train/sample_loss_max" not in lab.close()
