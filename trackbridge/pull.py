@@ -1,0 +1,127 @@
+"""`pull`: a spike capsule from wherever it is, verified before it is handed over."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from trackbridge import capsule as capsules
+from trackbridge import plugins, untrusted
+from trackbridge.backends import held
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+
+LOCAL = "local"
+FORMS = (
+    "a capsule's folder, RUN_DIR[@STEP], wandb:ENTITY/PROJECT/RUN_ID[@STEP], wandb:ENTITY/PROJECT/ARTIFACT:ALIAS, "
+    "mlflow:RUN_ID[@STEP], tensorboard:LOGDIR[@STEP]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where a capsule is. `kind` is "local" or a backend's name, `where` that backend's own address, `step` the anomaly's
+    step or None for the newest capsule there."""
+
+    kind: str
+    where: str
+    step: int | None = None
+
+    @classmethod
+    def parse(cls, text: str | Path) -> Reference:
+        """Raises `UsageError` naming the forms when `text` is none of them."""
+        if isinstance(text, Path) or Path(text).exists():
+            return cls(LOCAL, *_step(str(text), is_path=True))
+        head, colon, rest = text.partition(":")
+        if not colon or len(head) == 1:  # a drive letter is no tracker
+            return cls(LOCAL, *_step(text, is_path=True))
+        if head not in plugins.available(plugins.BACKENDS) or not rest or rest.startswith("//"):
+            known = [name for name in plugins.available(plugins.BACKENDS) if _fetcher(name) is not None]
+            raise UsageError(f"{text!r} is no capsule reference{nearest(head, known)}; the forms are: {FORMS}")
+        return cls(head, *_step(rest, is_path=head == "tensorboard"))
+
+
+def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCapsule:
+    """The capsule that `ref` names, every file of it checked against its digest.
+
+    A capsule on this disk is opened where it is, unless `dest` is given. One in a tracker is downloaded into the folder `dest`
+    (default ``./capsules``) and appears there, under its own name, only when it has been verified; an older copy is replaced.
+
+    Raises:
+        UsageError: `ref` is of no known form.
+        ReferenceNotFoundError: there is no such capsule; says what there is.
+        CapsuleError: the capsule is damaged, hostile, larger than `max_bytes`, or of an unknown format.
+        MissingExtraError: the tracker's package is not installed.
+    """
+    reference = Reference.parse(ref)
+    if reference.kind == LOCAL:
+        found = _local(Path(reference.where), reference.step)
+        return capsules.load(found, max_bytes=max_bytes) if dest is None else _copied(found, Path(dest), max_bytes)
+    fetch = _fetcher(reference.kind)
+    if fetch is None:
+        raise UsageError(f"capsules cannot be pulled from {reference.kind}; the forms are: {FORMS}")
+    return _arrive(
+        Path("capsules" if dest is None else dest), lambda new: fetch(reference.where, reference.step, new), max_bytes
+    )
+
+
+def _arrive(folder: Path, bring: Callable[[Path], Path], max_bytes: int) -> SpikeCapsule:
+    """Have `bring` put a capsule into a quarantine inside `folder`; move it into `folder` if it passes all checks."""
+    folder = folder.absolute()
+    quarantine = folder / f".pull-{uuid.uuid4().hex}"
+    quarantine.mkdir(parents=True)
+    try:
+        arrived = bring(quarantine)
+        capsules.load(arrived, max_bytes=max_bytes)
+        return capsules.load(held.place(arrived, folder / arrived.name), max_bytes=max_bytes)
+    finally:
+        shutil.rmtree(quarantine, ignore_errors=True)
+
+
+def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:
+    if dest.absolute() == found.absolute().parent:
+        return capsules.load(found, max_bytes=max_bytes)
+    capsules.load(found, max_bytes=max_bytes)
+
+    def bring(quarantine: Path) -> Path:
+        return Path(shutil.copytree(found, quarantine / found.name, symlinks=True))
+
+    return _arrive(dest, bring, max_bytes)
+
+
+def _local(path: Path, step: int | None) -> Path:
+    """The folder of the capsule at `path`, which is a capsule, a run directory, or its ``capsules`` folder."""
+    if (path / capsules.MANIFEST).is_file():
+        return path
+    if not path.is_dir():
+        raise ReferenceNotFoundError(f"there is no {path}; a capsule reference is one of: {FORMS}")
+    inside = path / "capsules" if (path / "run.json").is_file() else path
+    there = []
+    for manifest in inside.glob(f"*/{capsules.MANIFEST}"):
+        folder = manifest.parent
+        capsule = None if folder.name.startswith(".") else held.read_manifest(manifest, run=str(path), where=str(folder))
+        if capsule is not None:
+            there.append(capsule)
+    if not there and not (path / "run.json").is_file():
+        raise ReferenceNotFoundError(f"{path} is neither a capsule nor a run directory; a reference is one of: {FORMS}")
+    return Path(held.choose(there, step, str(path)).where)
+
+
+def _fetcher(kind: str) -> Callable[[str, int | None, Path], Path] | None:
+    """The backend module's ``fetch_capsule(where, step, folder) -> path in folder``, if it has one."""
+    module = import_module(plugins.available(plugins.BACKENDS)[kind].module)
+    fetch: Callable[[str, int | None, Path], Path] | None = getattr(module, "fetch_capsule", None)
+    return fetch
+
+
+def _step(text: str, *, is_path: bool) -> tuple[str, int | None]:
+    """Split ``text@STEP``; a path that exists as it stands has no step."""
+    match = re.fullmatch(r"(.+)@(\d{1,18})", text, re.DOTALL)
+    if match is None or (is_path and Path(text).exists()):
+        return text, None
+    return match[1], int(match[2])

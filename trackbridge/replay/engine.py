@@ -1,0 +1,247 @@
+"""`rerun`: restore, feed, compare; at least twice, so that the noise between two replays is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trackbridge import names, provenance, rng
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.capsule_parts import RngStates
+from trackbridge.config import ActivationsConfig, ParametersConfig
+from trackbridge.errors import TrackbridgeError, UsageError
+from trackbridge.probes import Instruments
+from trackbridge.replay import settings
+from trackbridge.replay.compare import LOSS, Observation
+from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
+from trackbridge.replay.judge import Ran, judge
+from trackbridge.replay.rebuilt import Rebuilt
+from trackbridge.replay.report import EnvironmentDifference, ReplayReport, Verdict
+
+OnStep = Callable[[int, int, int], None]
+
+
+def rerun(
+    capsule: SpikeCapsule,
+    build: Callable[[], Any],
+    *,
+    runs: int = 2,
+    deterministic: bool | None = None,
+    rank: int | None = None,
+    on_step: OnStep | None = None,
+) -> ReplayReport:
+    """Run the window of `capsule` again and compare every step with the record.
+
+    Args:
+        capsule: from `trackbridge.pull`.
+        build: your code as at training time; returns ``(model, optimizer, step)`` or a `Rebuilt`. Called once per run.
+        runs: how many replays, at least two: their differences are the noise floor.
+        deterministic: torch's deterministic algorithms on or off; None: as recorded.
+        rank: whose record; default this process' rank in an initialised process group, else 0.
+        on_step: called as ``on_step(run, step, last)`` after each step.
+
+    This process' random state and torch's switches are put back afterwards.
+
+    Raises:
+        UsageError: what `build()` returned does not fit the record.
+        TrackbridgeError: the step function raised; its exception is the cause.
+    """
+    if not callable(build):
+        raise UsageError(f"build must be a function that returns (model, optimizer, step), not a {type(build).__name__}")
+    if runs < 2:
+        raise UsageError("runs must be at least 2: without a second replay the noise is not known")
+    began = time.monotonic()
+    replay = _Replay(capsule, build, _rank() if rank is None else rank, deterministic, on_step)
+    try:
+        replay.check()
+        with settings.kept(), replay.random_state_kept():
+            histories = [replay.run(number) for number in range(runs)]
+    except Incomplete as missing:
+        return replay.report(began, runs, "incomplete", str(missing), missing=(*missing.args, *capsule.missing))
+    found = judge(replay.record, histories)
+    return replay.report(
+        began,
+        runs,
+        found.verdict,
+        found.reason,
+        missing=found.missing,
+        steps=found.steps,
+        first_divergence=found.first_divergence,
+        noise_ulp=found.noise_ulp,
+    )
+
+
+class _Replay:
+    """The parts that every run of one `rerun` shares."""
+
+    def __init__(
+        self, capsule: SpikeCapsule, build: Callable[[], Any], rank: int, deterministic: bool | None, on_step: OnStep | None
+    ) -> None:
+        self.capsule = capsule
+        self.record = capsule.series(rank)
+        self._build = build
+        self._rank = rank
+        self._deterministic = deterministic
+        self._on_step = on_step
+        self._states: RngStates = capsule.rng_states(rank)
+        self._batches = capsule.micro_batches(rank)
+        self._parameters = ParametersConfig.model_validate(capsule.settings.get("parameters", {}))
+        self._activations = ActivationsConfig.model_validate(capsule.settings.get("activations", {}))
+        self._environment: tuple[EnvironmentDifference, ...] = ()
+        self._used_deterministic = False
+
+    def check(self) -> None:
+        """What can be known to be missing before anything runs."""
+        capsule = self.capsule
+        settings.check_cublas(capsule.provenance, self._devices(), self._deterministic)
+        if not capsule.has_state(self._rank):
+            lacking = next((text for text in capsule.missing if text.startswith("parameter snapshot")), "parameter snapshot")
+            raise Incomplete(lacking)
+        for step in capsule.steps:
+            if step not in self.record:
+                raise Incomplete(f"step {step} has no recorded row to compare with")
+            if not self._states.before(step):
+                raise Incomplete(f"the random state before step {step} was not recorded")
+            if not self._batches.get(step):
+                raise Incomplete(f"no batch of step {step} was recorded: pass them through run.batches or run.step(batch=...)")
+
+    def run(self, number: int) -> dict[int, Ran]:
+        """One replay of the window with freshly built objects."""
+        settings.as_recorded(self.capsule.provenance, self._deterministic)
+        rebuilt = Rebuilt.of(self._build())
+        missing = rebuilt.restore(self.capsule.state(self._rank))
+        if missing:
+            raise Incomplete(*missing)
+        settings.as_recorded(self.capsule.provenance, self._deterministic)  # build() may have set its own
+        if number == 0:
+            self._used_deterministic = torch.are_deterministic_algorithms_enabled()
+            self._environment = tuple(
+                EnvironmentDifference(name=name, recorded=recorded, now=now)
+                for name, recorded, now in provenance.differences(self.capsule.provenance, provenance.collect())
+            )
+        instruments = Instruments(self._parameters, self._activations, strict=True)
+        instruments.attach(rebuilt.models, rebuilt.optimizers, rebuilt.scaler)
+        history: dict[int, Ran] = {}
+        with _rates(rebuilt, instruments) as rates:
+            try:
+                for step in self.capsule.steps:
+                    rates.clear()
+                    history[step] = self._step(step, rebuilt, instruments, rates)
+                    if self._on_step is not None:
+                        self._on_step(number, step, self.capsule.span[1])
+            finally:
+                instruments.detach()
+        return history
+
+    def _step(self, step: int, rebuilt: Rebuilt, instruments: Instruments, rates: list[Mapping[str, float]]) -> Ran:
+        batches = micro_batches(step, self._batches[step], rebuilt)
+        before = rng.restore(self._states.before(step), rebuilt.generators)
+        try:
+            loss = rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TrackbridgeError(f"the step function raised at step {step} of the replay: {words[:300]}") from error
+        rates.append(instruments.lr())
+        slot = instruments.close(step)
+        assert slot is not None, "a replay frees each slot before the next"
+        values, present = instruments.finalize(slot)
+        known = instruments.series
+        total, eps, parts = _loss(loss, step)
+        seen = Observation(
+            loss=total,
+            loss_eps=eps,
+            values={name: float(v) for name, v, here in zip(known, values, present, strict=True) if here} | parts,
+            known=frozenset(known) | parts.keys(),
+            rates=tuple(rates),
+            micros=len(batches),
+        )
+        return Ran(seen, _problem(before, batches), self._found_again(step, rebuilt))
+
+    def _found_again(self, step: int, rebuilt: Rebuilt) -> bool | None:
+        """Whether the random state is now the one recorded before the next step; None where something between the two moved
+        it (the next fetch, an evaluation) or nothing was recorded."""
+        if step + 1 not in self.capsule.steps or self._moved_between(step + 1):
+            return None
+        recorded = self._states.before(step + 1)
+        now = rng.capture(rebuilt.generators, self._torch_devices()).pack()
+        return all(name in now and bool((now[name] == state).all()) for name, state in recorded.items())
+
+    def _moved_between(self, step: int) -> bool:
+        micros = self._batches[step]
+        return bool(micros) and micros[0].rng is not None
+
+    @contextmanager
+    def random_state_kept(self) -> Iterator[None]:
+        found = rng.capture({}, self._torch_devices()).pack()
+        try:
+            yield
+        finally:
+            rng.restore(found)
+
+    def _devices(self) -> list[str]:
+        return [name for name in self._states.before(self.capsule.span[0]) if name.startswith("cuda:")]
+
+    def _torch_devices(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._devices() if int(name[5:]) < torch.cuda.device_count()]
+
+    def report(self, began: float, runs: int, verdict: Verdict, reason: str, **found: Any) -> ReplayReport:
+        return ReplayReport(
+            verdict=verdict,
+            reason=reason,
+            run=self.capsule.run,
+            anomaly_step=self.capsule.step,
+            restart_step=self.capsule.restart_step,
+            last_step=self.capsule.span[1],
+            rank=self._rank,
+            runs=runs,
+            deterministic=self._used_deterministic,
+            environment=self._environment,
+            seconds=time.monotonic() - began,
+            **found,
+        )
+
+
+@contextmanager
+def _rates(rebuilt: Rebuilt, instruments: Instruments) -> Iterator[list[Mapping[str, float]]]:
+    """Learning rates as each optimizer steps: a scheduler may move them before the step function returns."""
+    found: list[Mapping[str, float]] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: found.append(instruments.lr())) for optimizer in rebuilt.optimizers.values()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _loss(loss: Any, step: int) -> tuple[float, float, dict[str, float]]:
+    """(total, eps of its dtype, parts by series) of what the step function returned."""
+    if isinstance(loss, Mapping):
+        parts = {name: _number(value, step) for name, value in loss.items()}
+        total = parts["loss"] if "loss" in parts else (sum(v for v, _ in parts.values()), max((e for _, e in parts.values())))
+        return *total, {f"{LOSS}/{names.legal(name)}": value for name, (value, _) in parts.items() if name != "loss"}
+    return *_number(loss, step), {}
+
+
+def _number(value: Any, step: int) -> tuple[float, float]:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        eps = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
+        return float(value.detach()), max(eps, torch.finfo(torch.float32).eps)
+    if isinstance(value, (int, float)):
+        return float(value), torch.finfo(torch.float32).eps
+    raise UsageError(f"the step function returned a {type(value).__name__} at step {step}; return the step's loss, a scalar")
+
+
+def _problem(before: rng.RestoreReport, batches: MicroBatches) -> str | None:
+    return next((str(report) for report in (before, *batches.reports) if not report.exact), None)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,191 @@
+"""From observations to a verdict, and to the layer that moved first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from trackbridge.names import ACT, LAYER
+from trackbridge.replay.compare import LOSS, Difference, Observation, comparable, compare, family, ulps
+from trackbridge.replay.report import Divergence, StepReport, Verdict
+
+NOISE_FACTOR = 4.0
+"""A difference from the record is noise while it is at most this many times the largest difference that two replays had so
+far in the same statistic (of any layer). Two replays are a small sample of the noise; a flipped bit is not near it."""
+
+_NOT_REPRODUCED = (
+    "the replay differs from the record by more than the replays differ from each other: a transient fault of the recording "
+    "machine, a difference in code or environment, or state that was not captured"
+)
+
+Record = Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One replayed step: what was seen, whether the random state was restored exactly before it (else why not), and whether
+    the state after it was the one recorded before the next step (None: not known)."""
+
+    seen: Observation
+    rng_problem: str | None
+    rng_after: bool | None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    reason: str
+    steps: tuple[StepReport, ...]
+    first_divergence: Divergence | None
+    noise_ulp: float
+    missing: tuple[str, ...] = ()
+
+
+def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
+    """The verdict over all replays of a window. Never "exact" unless every compared series of every step of every replay is
+    the recorded one, the loss among them, and the random state is, before and after each step."""
+    steps: list[StepReport] = []
+    first: Divergence | None = None
+    within = True
+    floors: dict[str, float] = {}
+    problems: dict[str, int] = {}
+    no_loss: list[int] = []
+    for place, step in enumerate(sorted(histories[0])):
+        recorded, runs = record[step], [history[step] for history in histories]
+        results = [compare(recorded, ran.seen, first=place == 0) for ran in runs]
+        noise = _noise([ran.seen for ran in runs])
+        for name, distance in noise.items():
+            floors[family(name)] = max(floors.get(family(name), 0.0), distance)
+        every = {d.series: d for _, differences in reversed(results) for d in differences}
+        nearest = {
+            series: min(next((d.ulp for d in differences if d.series == series), 0.0) for _, differences in results)
+            for series in every
+        }
+        within = within and all(ulp <= NOISE_FACTOR * floors.get(family(series), 0.0) for series, ulp in nearest.items())
+        worst = max(every.values(), key=lambda d: d.ulp, default=None)
+        if every and first is None:
+            first = blame(step, recorded, list(every.values()))
+        if LOSS not in recorded:
+            no_loss.append(step)
+        for ran in runs:
+            if ran.rng_problem:
+                problems.setdefault(ran.rng_problem, step)
+        before_ok = not any(ran.rng_problem for ran in runs)
+        after_ok = all(ran.rng_after is not False for ran in runs)
+        steps.append(
+            StepReport(
+                step=step,
+                loss_recorded=recorded.get(LOSS),
+                losses=tuple(ran.seen.loss for ran in runs),
+                compared=min(compared for compared, _ in results),
+                different=len(every),
+                worst=worst.series if worst else None,
+                ulp=worst.ulp if worst else 0.0,
+                noise_ulp=max(noise.values(), default=0.0),
+                rng="inexact" if not before_ok else "exact" if after_ok else "differs after",
+            )
+        )
+    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss)
+    noise_ulp = max((report.noise_ulp for report in steps), default=0.0)
+    return Judgement(verdict, reason, tuple(steps), first, noise_ulp, missing)
+
+
+def _verdict(
+    steps: Sequence[StepReport],
+    first: Divergence | None,
+    within: bool,
+    problems: Mapping[str, int],
+    no_loss: Sequence[int],
+) -> tuple[Verdict, str, tuple[str, ...]]:
+    moved = next((report.step for report in steps if report.rng == "differs after"), None)
+    span = f"steps {steps[0].step} to {steps[-1].step}"
+    if problems:
+        why, step = next(iter(problems.items()))
+        reason = f"the random state could not be restored exactly before step {step}: {why}"
+        return "incomplete", reason, tuple(problems)
+    if first is not None and not within:
+        return "not-reproduced", _NOT_REPRODUCED, ()
+    if no_loss:
+        reason = f"no loss was recorded at {len(no_loss)} steps, first at step {no_loss[0]}: pass it to run.step(loss=...)"
+        return "incomplete", reason, (f"loss of step {no_loss[0]}",)
+    if moved is not None:
+        reason = (
+            f"every compared number of {span} is the recorded one, but step {moved} left another random state behind than it "
+            "did when it was recorded"
+        )
+        return "not-reproduced", reason, ()
+    if first is not None:
+        floor = max(report.noise_ulp for report in steps)
+        reason = f"the replays differ from the record no more than from each other (up to {floor:.3g} ULP of float32)"
+        return "within-noise", reason, ()
+    compared = sum(report.compared for report in steps)
+    reason = f"all {compared} compared numbers of {span} are the recorded ones, bit for bit, and so is the random state"
+    return "exact", reason, ()
+
+
+def _noise(seen: Sequence[Observation]) -> dict[str, float]:
+    """Largest distance between any two replays, by series; 0 is left out."""
+    found: dict[str, float] = {}
+    for a, b in combinations(seen, 2):
+        pairs = [(LOSS, a.loss, b.loss)]
+        pairs += [(name, value, b.values[name]) for name, value in a.values.items() if name in b.values and comparable(name)]
+        for name, left, right in pairs:
+            distance = ulps(left, right)
+            if distance:
+                found[name] = max(found.get(name, 0.0), distance)
+    return found
+
+
+# -- which layer
+
+
+def blame(step: int, recorded: Mapping[str, float], differences: Sequence[Difference]) -> Divergence:
+    """The first series that differs in the order of computation (activations as the model runs, loss, the rest), and the
+    parameters that changed most.
+
+    A parameter under a module whose activations are all as recorded ran before the fault; one under a later module than the
+    first that differs ran after it. Among the others the largest relative change of the weight counts, or of the gradient.
+    """
+    by_series = {d.series: d for d in differences}
+    sites = list(dict.fromkeys(name[len(ACT) :].rpartition("/")[0] for name in (*recorded, *by_series) if name.startswith(ACT)))
+    bad = [site for site in sites if any(f"{ACT}{site}/" == name.rpartition("/")[0] + "/" for name in by_series)]
+    cleared = [site for site in sites if site not in bad[:1]] if bad else []
+    suspects = _suspects(differences, cleared)
+    order = [name for name in by_series if bad and name.startswith(f"{ACT}{bad[0]}/")]
+    order += [name for name in (LOSS,) if name in by_series]
+    order += [f"{LAYER}{suspect}/{statistic}" for suspect in suspects[:1] for statistic in ("weight_norm", "grad_norm")]
+    series = next((name for name in order if name in by_series), next(iter(by_series)))
+    difference = by_series[series]
+    layer = suspects[0] if suspects else (bad[0] if bad else None)
+    return Divergence(
+        step=step,
+        series=series,
+        layer=layer,
+        statistic=series.rpartition("/")[2],
+        recorded=difference.recorded,
+        replayed=difference.replayed,
+        ulp=difference.ulp,
+        suspects=tuple(suspects[1:4]),
+    )
+
+
+def _suspects(differences: Sequence[Difference], cleared: Sequence[str]) -> list[str]:
+    """Parameters by how much they changed, the most first; weights count before gradients."""
+    changes: dict[str, list[float]] = {}
+    for d in differences:
+        if d.series.startswith(LAYER):
+            parameter, _, statistic = d.series[len(LAYER) :].rpartition("/")
+            if not any(parameter.startswith(f"{site}.") for site in cleared):
+                row = changes.setdefault(parameter, [0.0, 0.0])
+                place = 0 if statistic in ("weight_norm", "update_ratio") else 1
+                row[place] = max(row[place], _relative(d))
+    return sorted(changes, key=lambda parameter: changes[parameter], reverse=True)
+
+
+def _relative(d: Difference) -> float:
+    if d.recorded is None or d.replayed is None or not (math.isfinite(d.recorded) and math.isfinite(d.replayed)):
+        return math.inf
+    scale = min(abs(d.recorded), abs(d.replayed))
+    return abs(d.recorded - d.replayed) / scale if scale else math.inf

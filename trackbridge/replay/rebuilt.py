@@ -1,0 +1,138 @@
+"""The user's objects, built anew as at training time, and the recorded state put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trackbridge import names
+from trackbridge.errors import UsageError
+from trackbridge.records import MicroBatch
+from trackbridge.watched import named
+
+
+@dataclass
+class Rebuilt:
+    """What `build()` returns when there is more than a model, an optimizer and a step.
+
+    Args:
+        model: what `run.watch` was given: a module, a list, or a mapping.
+        optimizer: likewise.
+        step: ``step(model, optimizer, batches, index) -> loss`` does one optimizer step; `batches` are its micro-batches,
+            `index` the step's number. `model` and `optimizer` come as they were returned here.
+        scaler: the `torch.amp.GradScaler`.
+        state: further objects with `load_state_dict` under the names given to `run.watch(state=...)`.
+        generators: random generators under the names given to `run.watch(generators=...)`.
+        fetch: makes a batch again from its recorded identity (`sample_ids`, `epoch`, `index`), for a capsule without raw
+            batches. The result is checked against the recorded fingerprint.
+    """
+
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+    optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+    step: Callable[[Any, Any, list[Any], int], Any]
+    scaler: Any = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    generators: Mapping[str, Any] = field(default_factory=dict)
+    fetch: Callable[[MicroBatch], Any] | None = None
+
+    @classmethod
+    def of(cls, built: Any) -> Rebuilt:
+        """What `build()` returned, as a `Rebuilt`. Raises `UsageError` when it is neither that nor a triple."""
+        if isinstance(built, cls):
+            rebuilt = built
+        elif isinstance(built, tuple) and len(built) == 3:
+            rebuilt = cls(*built)
+        else:
+            raise UsageError(
+                f"build() returned a {type(built).__name__}; return (model, optimizer, step) or trackbridge.replay.Rebuilt(...)"
+            )
+        if not callable(rebuilt.step):
+            raise UsageError(f"build() returned a {type(rebuilt.step).__name__} as the step; it must be callable")
+        named("build()'s model", rebuilt.model, nn.Module)
+        named("build()'s optimizer", rebuilt.optimizer, Optimizer)
+        return rebuilt
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        return named("model", self.model, nn.Module)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        return named("optimizer", self.optimizer, Optimizer)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> list[str]:
+        """Put the recorded state into the objects. Returns what has no place here, in words; such a replay is incomplete.
+
+        Raises `UsageError` when the model or the optimizer is not the recorded one.
+        """
+        models, optimizers = self.models, self.optimizers
+        _same_keys("models", models, snapshot.get("models", {}))
+        _same_keys("optimizers", optimizers, snapshot.get("optimizers", {}))
+        for key, model in models.items():
+            _load_model(model, snapshot["models"][key], f"model {key!r}" if key else "model")
+        for key, optimizer in optimizers.items():
+            _load_optimizer(optimizer, snapshot["optimizers"][key], f"optimizer {key!r}" if key else "optimizer")
+        missing = []
+        for name, state in snapshot.get("state", {}).items():
+            if name in self.state:
+                self.state[name].load_state_dict(state)
+            else:
+                missing.append(f"state {name!r} was recorded; return it as Rebuilt(..., state={{{name!r}: ...}})")
+        scaler = snapshot.get("scaler")
+        if scaler and self.scaler is not None:
+            self.scaler.load_state_dict(scaler)
+        elif scaler:
+            missing.append("the loss scaler was recorded; return it as Rebuilt(..., scaler=...)")
+        return missing
+
+
+def _same_keys(kind: str, here: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    if recorded.keys() != here.keys():
+        raise UsageError(f"build() returned the {kind} {_list(here)}; the recording watched {_list(recorded)}")
+
+
+def _load_model(model: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
+    """Strictly; wrapper prefixes (compile, DDP, FSDP) may differ."""
+    mine = {names.clean(name): name for name in model.state_dict()}
+    theirs = {names.clean(name): name for name in state}
+    missing, unexpected = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+    if missing or unexpected:
+        said = [
+            f"{word} {_some(found)}" for word, found in (("not recorded:", missing), ("recorded only:", unexpected)) if found
+        ]
+        raise UsageError(f"build() returned a {what} that is not the recorded one; {'; '.join(said)}")
+    try:
+        model.load_state_dict({mine[clean]: state[name] for clean, name in theirs.items()})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"build() returned a {what} that is not the recorded one: {reason[:300]}") from None
+
+
+@torch.no_grad()
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+    """`load_state_dict`, and then every state tensor in its recorded dtype: torch casts them to the parameter's."""
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        here = [len(group["params"]) for group in optimizer.param_groups]
+        raise UsageError(f"build() returned an {what} with groups of {here} parameters; recorded were {sizes}")
+    optimizer.load_state_dict(dict(state))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+
+
+def _list(keys: Mapping[str, Any]) -> str:
+    return ", ".join(repr(key) for key in keys) or "none"
+
+
+def _some(found: Sequence[str]) -> str:
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -1,0 +1,133 @@
+"""What a replay found: plain data, and the same as Markdown. Rendering in a terminal is the command line's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+Verdict: TypeAlias = Literal["exact", "within-noise", "not-reproduced", "incomplete"]
+
+MEANING = {
+    "exact": "every compared number of every step is the recorded one, bit for bit, and so is the random state",
+    "within-noise": "the replays differ from the record no more than from each other",
+    "not-reproduced": "the replay differs from the record by more than the replays differ from each other",
+    "incomplete": "something that the replay needs is missing",
+}
+
+
+class Found(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+
+class StepReport(Found):
+    """One step. `losses` are the replays'. `compared` counts series, `different` those that some replay did not reproduce;
+    `ulp` is the largest distance among them from the record, in `worst`, `noise_ulp` the largest between the replays
+    (float32 ULP). `rng` says whether the random state before the step was restored and, where the record knows it, found
+    again after it."""
+
+    step: int
+    loss_recorded: float | None
+    losses: tuple[float, ...]
+    compared: int
+    different: int
+    worst: str | None = None
+    ulp: float = 0.0
+    noise_ulp: float = 0.0
+    rng: Literal["exact", "inexact", "differs after"] = "exact"
+
+
+class Divergence(Found):
+    """Where the replay first left the record. `series` is the first that differs in the order of computation, `statistic` its
+    last part; `layer` is the parameter (else the module) that changed most at that step, `suspects` are the next ones."""
+
+    step: int
+    series: str
+    layer: str | None
+    statistic: str
+    recorded: float | None
+    replayed: float | None
+    ulp: float
+    suspects: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" (most in {self.layer})" if self.layer else ""
+        values = f"recorded {_value(self.recorded)}, replayed {_value(self.replayed)}"
+        return f"step {self.step}: {self.series}{where}: {values}, {_ulp(self.ulp)}"
+
+
+class EnvironmentDifference(Found):
+    """A fact of the recording's provenance that is another one here; None is absent."""
+
+    name: str
+    recorded: Any
+    now: Any
+
+
+class ReplayReport(Found):
+    """The verdict of a replay with its evidence.
+
+    `reason` is one sentence. `noise_ulp` is the largest distance between any two replays, None with nothing to compare.
+    `missing` names what an incomplete replay lacks. `seconds` is the wall time.
+    """
+
+    verdict: Verdict
+    reason: str
+    run: str
+    anomaly_step: int
+    restart_step: int
+    last_step: int
+    rank: int = 0
+    runs: int = 0
+    deterministic: bool = False
+    environment: tuple[EnvironmentDifference, ...] = ()
+    missing: tuple[str, ...] = ()
+    first_divergence: Divergence | None = None
+    noise_ulp: float | None = None
+    steps: tuple[StepReport, ...] = ()
+    seconds: float = 0.0
+
+    def to_markdown(self) -> str:
+        """The report for a person: differences of environment first, then the verdict, then its evidence."""
+        lines = [f"# Replay of {self.run}, steps {self.restart_step} to {self.last_step}", "", "## Environment", ""]
+        if self.environment:
+            lines += ["| what | recorded | here |", "|---|---|---|"]
+            lines += [f"| {_cell(d.name)} | {_cell(d.recorded)} | {_cell(d.now)} |" for d in self.environment]
+        else:
+            lines.append("As recorded.")
+        lines += ["", f"## Verdict: {self.verdict}", "", f"{self.reason[0].upper()}{self.reason[1:]}."]
+        if self.first_divergence is not None:
+            lines += ["", f"First divergence: {self.first_divergence}."]
+            if self.first_divergence.suspects:
+                lines += ["", f"Next in line: {', '.join(self.first_divergence.suspects)}."]
+        if self.noise_ulp is not None:
+            lines += ["", f"{self.runs} replays; they differ from each other by at most {_ulp(self.noise_ulp)}."]
+        if self.missing:
+            lines += ["", "## What is missing", "", *(f"- {text}" for text in self.missing)]
+        if self.steps:
+            lines += ["", "## Steps", "", "| step | loss recorded | loss replayed | compared | different | worst | RNG |"]
+            lines.append("|---|---|---|---|---|---|---|")
+            lines += [_row(step, self.anomaly_step) for step in self.steps]
+        return "\n".join(lines) + "\n"
+
+
+def _row(step: StepReport, anomaly_step: int) -> str:
+    mark = " (anomaly)" if step.step == anomaly_step else ""
+    worst = f"{step.worst}: {_ulp(step.ulp)}" if step.worst else ""
+    replayed = ", ".join(dict.fromkeys(_value(loss) for loss in step.losses))
+    cells = (f"{step.step}{mark}", _value(step.loss_recorded), replayed, step.compared, step.different, _cell(worst), step.rng)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _value(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.9g}"
+
+
+def _ulp(value: float) -> str:
+    return "not comparable (one is absent or not finite)" if math.isinf(value) else f"{value:.3g} ULP (float32)"
+
+
+def _cell(value: Any) -> str:
+    text = "absent" if value is None else " ".join(str(value).split())
+    return (text if len(text) <= 120 else text[:117] + "...").replace("|", "\\|")
