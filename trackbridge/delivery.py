@@ -49,7 +49,7 @@ class Delivery:
         near = [backend for backend in backends if in_process or backend.in_process]
         far = [backend for backend in backends if backend not in near]
         self._child: subprocess.Popen[bytes] | None = shipper.start(directory.path, os.getpid()) if far else None
-        self._near = shipper.Shipper(directory.path, near, follow=True) if near else None
+        self._near = shipper.Shipper(directory.path, near, follow=True, parent=os.getpid()) if near else None
         self._thread: threading.Thread | None = None
         if self._near is not None:
             self._thread = threading.Thread(target=self._near.run, name="trackbridge-shipper", daemon=True)
