@@ -35,6 +35,7 @@ SILENT_STEPS = 3
 class ActivationProbe:
     def __init__(self, subject: Subject, config: ActivationsConfig, gate: Gate, part: Part) -> None:
         self._every = config.every
+        self._inside = config.inside_compiled
         self._gate = gate
         self._part = part
         self._sites: list[tuple[nn.Module, nn.Module]] = []  # the module and its model
@@ -62,9 +63,9 @@ class ActivationProbe:
         self._switch = slab.device_view("activations_gate")
         offset, gate = slab.offset("activations"), slab.offset("activations_gate")
         for number, (module, model) in enumerate(self._sites):
-            hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate)
+            hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate, self._inside)
             self._hooks.append(hook)
-            self._handles.append(module.register_forward_hook(hook))
+            self._handles.append(_install(module, hook))
         self.gate()
 
     def gate(self) -> None:
@@ -110,7 +111,14 @@ class SiteHook(Inert):
     """The forward hook of one site. `pending` counts calls in the forward pass that a recomputation may still repeat."""
 
     def __init__(
-        self, probe: ActivationProbe, module: nn.Module, model: nn.Module, slab: torch.Tensor, offset: int, gate: int
+        self,
+        probe: ActivationProbe,
+        module: nn.Module,
+        model: nn.Module,
+        slab: torch.Tensor,
+        offset: int,
+        gate: int,
+        inside_compiled: bool,
     ) -> None:
         self.probe: ActivationProbe | None = probe
         self.module = id(module)
@@ -118,11 +126,12 @@ class SiteHook(Inert):
         self.slab = slab
         self.offset = offset
         self.gate = gate
+        self.inside_compiled = inside_compiled
         self.pending = 0
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            if torch.is_grad_enabled() and module.training:
+            if self.inside_compiled and torch.is_grad_enabled() and module.training:
                 tensor = first_tensor(output)
                 if tensor is not None:
                     torch.ops.trackbridge.observe(tensor.detach(), self.slab, self.offset, self.gate)
@@ -143,3 +152,29 @@ class SiteHook(Inert):
             if tensor is not None and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 with torch.no_grad():
                     observe(tensor.detach(), self.slab, self.offset)
+
+
+def _install(module: nn.Module, hook: SiteHook) -> Any:
+    """Hook `module`; outside its graph when it was compiled in place, so that the graph stays as it would be without us."""
+    if getattr(module, "_compiled_call_impl", None) is None:
+        return module.register_forward_hook(hook)
+    return OutsideCompiled(module, hook)
+
+
+class OutsideCompiled:
+    """Calls a module's compiled form, then the hook. A copied or pickled module drops its compiled form, and this with it."""
+
+    def __init__(self, module: nn.Module, hook: SiteHook) -> None:
+        self._module = module
+        self._hook = hook
+        self._compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._compiled(*args, **kwargs)
+        self._hook(self._module, args, output)
+        return output
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._compiled

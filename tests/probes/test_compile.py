@@ -1,0 +1,185 @@
+"""Under torch.compile: values, one graph, no recompilation; and never silence."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.probes.kit import Lab, sgd
+from tests.probes.test_activations import Stack, acts, batch, fires, outputs
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+NAMES = {"embed", "blocks.0", "blocks.1", "blocks.2"}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def whole_module(model: Stack) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def whole_in_place(model: Stack) -> Any:
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def each_block_in_place(model: Stack) -> Any:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def each_block_replaced(model: Stack) -> Any:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    return model
+
+
+WAYS = [whole_module, whole_in_place, each_block_in_place, each_block_replaced]
+
+
+def check(lab: Lab, run: Any, model: Stack, *, steps: int = 3) -> None:
+    optimizer = next(iter(lab.optimizers.values()))
+    for step in range(steps):
+        truth = outputs(plain(model), batch(step))
+        run(batch(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = lab.close()
+        assert acts(found, "mean") == pytest.approx({n: x.double().mean().item() for n, x in truth.items()}, abs=1e-6)
+        assert {fires(lab, name) for name in NAMES} == {1}
+
+
+def plain(model: Stack) -> Stack:
+    """The same weights in an uncompiled model."""
+    copy = Stack(depth=len(model.blocks))
+    copy.load_state_dict({name.replace("_orig_mod.", ""): v for name, v in model.state_dict().items()})
+    return copy
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attached_before_the_first_call(way: Any) -> None:
+    model = Stack()
+    run = way(model)
+    lab = Lab(run, sgd(model))
+    check(lab, run, model)
+    assert not counters["graph_break"]
+    graphs = counters["stats"]["unique_graphs"]
+    check(lab, run, model)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_after_watch(way: Any) -> None:
+    model = Stack()
+    lab = Lab(model, sgd(model))
+    run = way(model)
+    if way is each_block_replaced:
+        pytest.skip("the hook is on the block inside; same as in place")
+    check(lab, run, model)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("way", [each_block_in_place, each_block_replaced])
+def test_blocks_compiled_and_run_before_watch_are_measured(way: Any) -> None:
+    model = Stack()
+    run = way(model)
+    run(batch()).sum().backward()
+    lab = Lab(run, sgd(model))
+    check(lab, run, model)
+
+
+def test_hooks_stay_outside_of_blocks_that_are_compiled_in_place() -> None:
+    model = Stack()
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    for block in model.blocks:
+        block.compile(backend=backend)
+    compiled = [block._compiled_call_impl for block in model.blocks]
+    lab = Lab(model, sgd(model))
+    check(lab, model, model)
+    assert graphs and not any("observe" in code for code in graphs)
+    lab.instruments.detach()
+    assert [block._compiled_call_impl for block in model.blocks] == compiled
+
+
+@pytest.mark.parametrize("way", [whole_module, whole_in_place])
+def test_a_model_compiled_and_run_before_watch_is_absent_and_said_so(way: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    run = way(model)
+    run(batch()).sum().backward()
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        lab = Lab(run, optimizer := sgd(model))
+        for step in range(5):
+            run(batch(step)).sum().backward()
+            optimizer.step()
+            found = lab.close()
+            assert not acts(found, "mean")
+            assert "grad/norm" in found
+    assert sum("compiled" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("way", [whole_module, each_block_in_place])
+def test_opening_and_closing_the_gate_compiles_nothing(way: Any) -> None:
+    model = Stack()
+    run = way(model)
+    lab = Lab(run, sgd(model), every=2)
+    seen = []
+    for step in range(6):
+        run(batch(step)).sum().backward()
+        seen.append("act/blocks.0/mean" in lab.close())
+        if step == 0:
+            graphs = counters["stats"]["unique_graphs"]
+        if step == 3:
+            lab.instruments.pause()
+    assert seen == [True, False, True, False, False, False]
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("mode", ["non-reentrant"])
+def test_checkpointing_inside_a_compiled_model(mode: str) -> None:
+    model = Stack(mode)
+    run = whole_module(model)
+    check(Lab(run, sgd(model)), run, model)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_arithmetic_is_untouched(way: Any) -> None:
+    def train(watch: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = Stack()
+        run = way(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        lab = Lab(run, optimizer) if watch else None
+        for step in range(5):
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if lab:
+                lab.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+def test_nothing_inside_a_compiled_model_when_it_is_asked_for() -> None:
+    model = Stack()
+    run = whole_module(model)
+    lab = Lab(run, sgd(model), inside_compiled=False)
+    run(batch()).sum().backward()
+    assert not acts(lab.close(), "mean")
