@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trackbridge.backends import mlflow_names
 from trackbridge.backends.mlflow import MlflowConfig, fetch_capsule
+from trackbridge.backends.resolve import resolve
 from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError
 from trackbridge.records import Params, RunInfo
 from trackbridge.testing import BackendContract, ReadBack, anomaly, artifact, deliver, end, newest, row, rows, run_info
-
-CLAMP = 1.7976931348623157e308
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +138,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 class TestServer(BackendContract):
     infinity = "clamped"
+    wide = 1200
 
     @pytest.fixture(autouse=True)
     def _uri(self, server: Server) -> None:
@@ -145,6 +151,365 @@ class TestServer(BackendContract):
         return read_back(config, run)
 
 
-def test_placeholder() -> None:
-    assert json and fetch_capsule and ConfigError and ReferenceNotFoundError and Rejected and RetryLater and TrackbridgeError
-    assert Params and anomaly and artifact and deliver and end and row and rows and run_info and CLAMP
+# -- trouble with the server
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Server]:
+    """A server of one test's own, to kill."""
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+def test_a_killed_server_loses_and_doubles_nothing(mortal: Server, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a run: the backend says `RetryLater` at once; afterwards everything is there exactly once."""
+    config, run = MlflowConfig(tracking_uri=mortal.uri), run_info(tmp_path / "run")
+    names = [f"layer/{i}/grad_norm" for i in range(30)]
+    records = [*rows(range(20), names), artifact(20, 19, run, "spike-19", {"manifest.json": b"{}", "a.bin": b"x" * 90_000})]
+    backend = config.build()
+    backend.open(run)
+    held = backend.write(records[:7], timeout=30)
+    assert held == 6
+    mortal.kill()
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RetryLater, match=r"MLflow at http://127"):
+            backend.write(records, timeout=30)
+    with pytest.raises(RetryLater):
+        config.build().open(run)
+    assert time.monotonic() - started < 10, "an outage blocked the shipper"
+    mortal.start()
+    assert deliver(backend, records) == 20
+    fresh = config.build()
+    assert fresh.open(run) == 20
+    TestServer().ship(config, run, records, end(21))
+    back = read_back(config, run)
+    TestServer().assert_series(back.series, TestServer().expected(records))
+    assert not any(back.superseded.values())
+    assert back.artifacts == {"spike-19": {"manifest.json": b"{}", "a.bin": b"x" * 90_000}}
+    assert back.status == "finished"
+
+
+class Always(BaseHTTPRequestHandler):
+    """Answers everything with one status, as a proxy in front of a server does when something is wrong."""
+
+    status, body = 503, b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "signal"),
+    [
+        (503, b"", RetryLater),
+        (429, b"slow down", RetryLater),
+        (500, b'{"error_code": "INTERNAL_ERROR", "message": "oops"}', RetryLater),
+        (400, b"<html>The plain HTTP request was sent to HTTPS port</html>", RetryLater),
+        (401, b"", TrackbridgeError),
+        (403, b'{"error_code": "PERMISSION_DENIED", "message": "no"}', TrackbridgeError),
+    ],
+)
+def test_what_a_proxy_answers(tmp_path: Path, status: int, body: bytes, signal: type[Exception]) -> None:
+    handler = type("Handler", (Always,), {"status": status, "body": body})
+    with HTTPServer(("127.0.0.1", 0), handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
+        config = MlflowConfig(tracking_uri=f"http://127.0.0.1:{proxy.server_port}")
+        with pytest.raises(signal):
+            config.build().open(run_info(tmp_path))
+        proxy.shutdown()
+
+
+def test_a_server_that_never_answers_is_left_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(RetryLater):
+        MlflowConfig(tracking_uri=f"http://127.0.0.1:{deaf.getsockname()[1]}").build().open(run_info(tmp_path))
+
+
+# -- what is refused, and what is not the records' fault
+
+
+@pytest.fixture(params=["database", "server"])
+def uri(request: pytest.FixtureRequest) -> str:
+    found = request.getfixturevalue(request.param)
+    return found if isinstance(found, str) else str(found.uri)
+
+
+def test_one_refused_point_is_found_and_the_rest_arrives(uri: str, tmp_path: Path) -> None:
+    """A clock before 1970 is what MLflow refuses; its message names a request, not a record."""
+    config, run = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path)), run_info(tmp_path)
+    records = rows(range(30))
+    bad = [replace(records[11], time=-5.0), replace(records[20], step=2**70)]
+    backend = config.build()
+    backend.open(run)
+    batch = [*records[:11], bad[0], *records[12:20], bad[1], *records[21:]]
+    refused: dict[int, str] = {}
+    while True:
+        try:
+            deliver(backend, [record for record in batch if record.seq not in refused])
+            break
+        except Rejected as signal:
+            refused |= signal.reasons
+    assert set(refused) == {11, 20}
+    assert backend.close(None, timeout=9) == 29
+    TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(set(batch) - set(bad)))
+
+
+def test_a_refusal_by_mlflow_is_narrowed_down_to_the_record(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, with our own check of times off: the batch is cut in halves until the guilty point is found."""
+    monkeypatch.setattr("trackbridge.backends.mlflow._fits", lambda row: True)
+    config, run = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path)), run_info(tmp_path)
+    records = rows(range(12))
+    batch = [*records[:7], replace(records[7], time=-5.0), *records[8:]]
+    backend = config.build()
+    backend.open(run)
+    with pytest.raises(Rejected) as refused:
+        backend.write(batch, timeout=30)
+    assert list(refused.value.reasons) == [7] and "nonnegative" in refused.value.reasons[7]
+    assert backend.write(batch, timeout=30) == 11
+    good = [record for record in batch if record.seq != 7]
+    TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(good))
+
+
+def test_a_deleted_run_is_not_the_records_fault(uri: str, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config, run = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path)), run_info(tmp_path)
+    backend = config.build()
+    backend.open(run)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(str(tmp_path)).experiment_id
+    (found,) = client.search_runs([experiment])
+    client.delete_run(found.info.run_id)
+    with pytest.raises(TrackbridgeError, match="is deleted; restore it with: mlflow runs restore"):
+        backend.write(rows(range(3)), timeout=9)
+    client.restore_run(found.info.run_id)
+    assert backend.write(rows(range(3)), timeout=9) == 2
+    client.delete_experiment(experiment)
+    with pytest.raises(TrackbridgeError, match="is deleted; restore it with: mlflow experiments restore"):
+        config.build().open(run)
+
+
+def test_time_runs_out_between_rows(database: str, tmp_path: Path) -> None:
+    config, records = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)), rows(range(6))
+    backend = config.build()
+    backend.open(run_info(tmp_path))
+    assert [backend.write(records, timeout=0) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+    TestDatabase().assert_series(read_back(config, run_info(tmp_path)).series, TestDatabase().expected(records))
+
+
+def test_as_few_requests_as_there_can_be(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)).build()
+    backend.open(run_info(tmp_path))
+    sizes: list[int] = []
+    log_batch = backend._run.client.log_batch
+    backend._run.client.log_batch = lambda run, metrics=(), tags=(), **more: (
+        sizes.append(len(metrics)) if metrics else None,
+        log_batch(run, metrics=metrics, tags=tags, **more),
+    )
+    backend.write(rows(range(30), [f"x{i}" for i in range(98)]), timeout=60)
+    assert sizes == [999, 999, 999, 3], "30 rows of 98 series and 2 of ours"
+
+
+# -- the run
+
+
+def test_the_run_goes_on_only_when_a_later_attempt_speaks(database: str, tmp_path: Path) -> None:
+    config, contract = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)), TestDatabase()
+    run = run_info(tmp_path)
+    contract.ship(config, run, rows(range(3)), end(3, "failed", error="RuntimeError: boom"))
+    contract.ship(config, run, [artifact(4, 2, run, "late", {"a.md": b"a"})], None)
+    assert read_back(config, run).status == "failed", "what is sealed after the end must not revive the run"
+    again = run_info(tmp_path, attempt=1, start_step=2)
+    contract.ship(config, again, rows([2], first_seq=5, attempt=1), None)
+    assert read_back(config, again).status is None
+    contract.ship(config, again, [], end(6, attempt=1))
+    assert read_back(config, again).status == "finished"
+
+
+def test_tags_description_params_and_odd_file_names(server: Server, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config = MlflowConfig(tracking_uri=server.uri, experiment=str(tmp_path))
+    run, client, inf = run_info(tmp_path, group="g", tags=("a", "b")), MlflowClient(server.uri), float("inf")
+    backend: Any = config.build()
+    backend.open(run)
+    backend.write([Params(0, 1.0, {"config": {"lr": 0.1, "long": "y" * 9000, "a": {"b": [1, 2]}}, "git": "abc"})], timeout=9)
+    found = client.search_runs([client.get_experiment_by_name(str(tmp_path)).experiment_id])[0]
+    run_id = found.info.run_id
+    assert backend.url == f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/{run_id}"
+    client.set_tag(run_id, "mlflow.note.content", "mine")
+    files = {"a#b.txt": b"1", "a?b.txt": b"2", "a%41.txt": b"3", "sub dir/x.txt": b"4"}
+    backend.write(
+        [
+            Params(1, 2.0, {"config": {"lr": 0.2}}),
+            row(2, 7, {"loss[0]": -inf}),
+            anomaly(3, 7),
+            anomaly(4, 8),
+            artifact(5, 8, run, "odd", files),
+        ],
+        timeout=30,
+    )
+    data = client.get_run(run_id).data
+    assert data.params == {"lr": "0.1", "lr:attempt-0": "0.2", "a.b": "[1, 2]", "git": "abc", "long": "y" * 5999 + "…"}
+    whole = json.loads(Path(client.download_artifacts(run_id, "trackbridge/params-0.json", str(tmp_path))).read_text())
+    assert whole == {"config": {"lr": 0.1, "long": "y" * 9000, "a": {"b": [1, 2]}}, "git": "abc"}
+    assert data.tags["trackbridge.group"] == "g" and data.tags["trackbridge.tags"] == "a, b"
+    note = data.tags["mlflow.note.content"]
+    assert note.startswith("mine\n\n<!--") and note.count("spike in train/loss") == 1 and "at step 8" in note
+    assert [text for tag, text in data.tags.items() if tag.startswith("trackbridge.infinite.")] == [
+        "loss[0] is -inf at step 7; SQL stores keep infinities as +-1.797e308"
+    ]
+    renamed = json.loads(data.tags["trackbridge.artifact.odd"])["renamed"]
+    held = download(client, run_id, "odd")
+    assert {renamed.get(name, name): content for name, content in held.items()} == files
+
+
+def test_the_users_own_active_run_is_not_touched(database: str, tmp_path: Path) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri(database)
+    try:
+        with mlflow.start_run() as theirs:
+            config = MlflowConfig(tracking_uri=database, experiment=str(tmp_path))
+            TestDatabase().ship(config, run_info(tmp_path), [*rows(range(2)), anomaly(2, 1)], end(3))
+            active = mlflow.active_run()
+            assert active is not None and active.info.run_id == theirs.info.run_id
+        data = mlflow.get_run(theirs.info.run_id).data
+        assert not data.metrics and not [tag for tag in data.tags if tag.startswith("trackbridge")]
+    finally:
+        mlflow.set_tracking_uri("")
+
+
+# -- settings
+
+
+SECRETS = [
+    "https://me:hunter2secret@host/mlflow",
+    "https://tokenhunter2secret@host",
+    "postgresql://me:hunter2secret@db/mlflow",
+    "http://host/?api_key=hunter2secret",
+]
+
+
+@pytest.mark.parametrize("uri", SECRETS)
+def test_a_secret_in_the_uri_is_refused_and_not_repeated(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in ("tracking_uri", "artifact_location"):
+        with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
+            resolve({"kind": "mlflow", setting: uri})
+        assert "hunter2" not in str(refused.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    config = MlflowConfig()
+    assert "hunter2" not in config.model_dump_json() + config.where(run_info(tmp_path)) + repr(config)
+    assert config.uri == uri
+
+
+def test_the_place_is_fixed_when_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, run = MlflowConfig(), run_info(tmp_path)
+    assert config.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert config.where(run) == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"
+    assert MlflowConfig(tracking_uri="sqlite:///sub/x.db").uri == f"sqlite:///{tmp_path}/sub/x.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000/")
+    served = MlflowConfig()
+    monkeypatch.chdir("/")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert MlflowConfig.model_validate_json(config.model_dump_json()) == config
+    assert MlflowConfig.model_validate_json(served.model_dump_json()).uri == "http://host:5000/"
+    assert "experiment 'contract', run 'a run'" in served.where(run)
+
+
+def test_settings_need_no_mlflow() -> None:
+    code = """
+import sys
+from trackbridge.backends.mlflow import MlflowConfig
+MlflowConfig(tracking_uri="http://host:5000").build()
+assert not [m for m in ("mlflow", "requests", "sqlalchemy") if m in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- names
+
+AWKWARD = st.text(st.sampled_from("ab/.:_ -[@é\ud800"), min_size=1, max_size=12) | st.text(min_size=1, max_size=260)
+
+
+@given(AWKWARD)
+def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
+    from mlflow.entities import Metric
+    from mlflow.utils.validation import _validate_batch_log_data
+
+    key = mlflow_names.key(name)
+    _validate_batch_log_data([Metric(key, 1.0, 0, 0)], [], [])
+    assert len(key) <= 250 and key.isascii()
+
+
+@given(AWKWARD, AWKWARD)
+def test_names_never_meet(one: str, other: str) -> None:
+    assert (one == other) == (mlflow_names.key(one) == mlflow_names.key(other))
+
+
+@given(AWKWARD)
+def test_a_name_that_looks_like_a_mapped_one_is_mapped_itself(name: str) -> None:
+    mapped = mlflow_names.key(name)
+    assert mapped == name or mlflow_names.key(mapped) not in (mapped, name)
+
+
+@given(st.text(st.characters(blacklist_characters="/\x00", blacklist_categories=("Cs",)), min_size=1, max_size=20))
+def test_file_names_survive_a_url(name: str) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9._-]+", mlflow_names.file(name)) and mlflow_names.file(name) not in (".", "..")
+
+
+# -- getting a capsule back
+
+
+def capsule(step: int, created: float) -> dict[str, bytes]:
+    manifest = {"format_version": 1, "step": step, "created": created}
+    return {"manifest.json": json.dumps(manifest).encode(), "rank-0000/rng.safetensors": bytes([step]) * 50_000}
+
+
+def test_fetch_capsule(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path), artifact_location=None)
+    run = run_info(tmp_path, run_id=f"run-{uri[:4]}")
+    found = {3: 9.0, 12: 5.0}
+    records = [artifact(i, s, run, f"spike-{s}", capsule(s, t)) for i, (s, t) in enumerate(found.items())]
+    notes = artifact(2, 12, run, "notes", {"manifest.json": b"[1]"}, kind="file")
+    monkeypatch.chdir(tmp_path)
+    TestDatabase().ship(config, run, [*records, notes], None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    dest = tmp_path / "pulled"
+    backend: Any = config.build()
+    backend.open(run)
+    for ref in (run.run_id, backend._run.id):
+        got = fetch_capsule(ref, 12, dest)
+        assert got == dest / "spike-12"
+        assert {path.relative_to(got).as_posix(): path.read_bytes() for path in got.rglob("*.*")} == capsule(12, 5.0)
+    assert fetch_capsule(run.run_id, None, dest).name == "spike-3", "the newest is not the one of the highest step"
+    assert sorted(path.name for path in dest.iterdir()) == ["spike-12", "spike-3"]
+    with pytest.raises(ReferenceNotFoundError, match="no capsule of step 4; it has steps 3, 12"):
+        fetch_capsule(run.run_id, 4, dest)
+    for ref in ("nobody", "' OR 1=1"):
+        with pytest.raises(ReferenceNotFoundError, match="is MLFLOW_TRACKING_URI right"):
+            fetch_capsule(ref, None, dest)
+
+
+def test_fetch_capsule_from_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ReferenceNotFoundError, match=r"no MLflow database .*/mlflow.db; set MLFLOW_TRACKING_URI"):
+        fetch_capsule("run", None, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(TrackbridgeError, match="cannot reach MLflow at http://127"):
+            fetch_capsule("run", None, tmp_path)

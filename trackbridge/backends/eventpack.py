@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trackbridge.backends import words
 from trackbridge.backends.eventfile import records
 from trackbridge.records import Row, Schema
 
@@ -82,7 +83,7 @@ class Packer:
         if found is None:
             body, ends = bytearray(), []
             for name in schema.names:
-                value = self._summary.Value(tag=name, simple_value=1.0).SerializeToString()
+                value = self._summary.Value(tag=words.storable(name), simple_value=1.0).SerializeToString()
                 body += b"\x0a" + _varint(len(value)) + value
                 ends.append(len(body))
             offsets = np.array(ends, np.intp).reshape(-1, 1) - _FLOAT + np.arange(_FLOAT)

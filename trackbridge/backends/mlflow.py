@@ -13,38 +13,26 @@ A later artifact of the same name replaces the files. The run's description ends
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
 from trackbridge import names, plugins
-from trackbridge.backends import folders, mlflow_calls, mlflow_names, words
+from trackbridge.backends import mlflow_calls, mlflow_names
 from trackbridge.backends.base import Backend, BackendConfig
-from trackbridge.backends.mlflow_calls import Refused, calling
+from trackbridge.backends.mlflow_calls import Refused
 from trackbridge.backends.mlflow_fetch import fetch_capsule
-from trackbridge.errors import Rejected, RetryLater, TrackbridgeError
+from trackbridge.backends.mlflow_run import MlflowRun, milliseconds
+from trackbridge.errors import Rejected
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
-from trackbridge.rundir import dumps
 
 __all__ = ["MlflowBackend", "MlflowConfig", "fetch_capsule"]
 
-RUN_ID = "trackbridge.run_id"
 SEQ = "trackbridge.seq"
-ENDED = "trackbridge.ended_attempt"
-NOTE = "mlflow.note.content"
-NOTE_MARK = "<!-- trackbridge: written by the recorder from here on -->"
-
 REQUEST_ENTITIES = 1000
-REQUEST_TAGS = 100
-PARAM_LENGTH = 6000
-TAG_LENGTH = 8000
-ANOMALY_TAGS = 100
-_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_INT64 = 2**63
 
 
 class MlflowConfig(BackendConfig):
@@ -105,24 +93,16 @@ class MlflowBackend:
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
-        self._uri = config.uri
         self._held = -1
         self.url: str | None = None
 
     def open(self, run: RunInfo, /) -> int:
-        self._run = run
-        self._client = mlflow_calls.client(self._uri)
-        with calling(self._uri):
-            experiment = self._experiment(self._config.experiment or run.project)
-            found = self._find(experiment) or self._create(experiment)
-        self._id: str = found.info.run_id
-        self._tags: dict[str, str] = dict(found.data.tags)
-        self._params: dict[str, str] = dict(found.data.params)
-        self._running = found.info.status in ("RUNNING", "SCHEDULED")
-        self._uploaded: set[tuple[int, str]] = set()
-        self._held = int(self._tags.get(SEQ, "-1"))
-        if mlflow_calls.is_http(self._uri):
-            self.url = f"{mlflow_calls.public(self._uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
+        config, uri = self._config, self._config.uri
+        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location)
+        self._held = int(self._run.tags.get(SEQ, "-1"))
+        if mlflow_calls.is_http(uri):
+            page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"
+            self.url = f"{mlflow_calls.public(uri).rstrip('/')}/{page}"
         return self._held
 
     def write(self, batch: Sequence[Record], /, *, timeout: float) -> int:
@@ -144,59 +124,9 @@ class MlflowBackend:
         return self._held
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
-        if end is not None and end.seq > self._held:
+        if end is not None:
             self.write([end], timeout=timeout)
         return self._held
-
-    # -- the run
-
-    def _experiment(self, name: str) -> str:
-        from mlflow.exceptions import MlflowException
-
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            try:
-                return str(self._client.create_experiment(name, artifact_location=self._config.artifact_location))
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-                found = self._client.get_experiment_by_name(name)  # another run was faster
-        if found.lifecycle_stage != "active":
-            raise TrackbridgeError(
-                f"MLflow experiment {name!r} is deleted; restore it with: mlflow experiments restore -x {found.experiment_id}"
-            )
-        return str(found.experiment_id)
-
-    def _find(self, experiment: str) -> Any:
-        found = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{self._run.run_id}'", order_by=["start_time ASC"])
-        return found[0] if found else None
-
-    def _create(self, experiment: str) -> Any:
-        run = self._run
-        facts = {RUN_ID: run.run_id, "trackbridge.group": run.group, "trackbridge.tags": ", ".join(run.tags)}
-        return self._client.create_run(
-            experiment,
-            start_time=_milliseconds(run.created) or None,
-            tags={name: text for name, text in facts.items() if text},
-            run_name=run.name,
-        )
-
-    def _tag(self, tags: Mapping[str, str]) -> None:
-        """Set those of `tags` that are new or changed."""
-        from mlflow.entities import RunTag
-
-        fresh = iter([(k, v[:TAG_LENGTH]) for k, v in tags.items() if self._tags.get(k) != v[:TAG_LENGTH]])
-        while some := dict(islice(fresh, REQUEST_TAGS)):
-            with calling(self._uri):
-                self._client.log_batch(self._id, tags=[RunTag(k, v) for k, v in some.items()], synchronous=True)
-            self._tags.update(some)
-
-    def _key(self, name: str) -> str:
-        """MLflow's key for `name`; where they differ the original is kept first."""
-        key = mlflow_names.key(name)
-        if key != name:
-            self._tag({f"trackbridge.name.{mlflow_names.digest(name)}": name})
-        return key
 
     # -- rows
 
@@ -205,7 +135,7 @@ class MlflowBackend:
         another attempt, at a refusal and, after at least one row, at the deadline. Returns how many rows were sent."""
         first = records[0]
         assert isinstance(first, Row)
-        self._begin(first.attempt, first.step)
+        self._run.begin(first.attempt, first.step)
         room = REQUEST_ENTITIES - 1  # and the tag
         points: list[tuple[int, Any]] = []
         sent = 0
@@ -214,8 +144,11 @@ class MlflowBackend:
                 break
             if sent and time.monotonic() > deadline:
                 break
-            points += [(record.seq, metric) for metric in self._metrics(record)]
             sent += 1
+            if not _fits(record):
+                refused[record.seq] = f"time {record.time} or step {record.step} is outside of what MLflow stores"
+                continue
+            points += [(record.seq, metric) for metric in self._metrics(record)]
             while len(points) >= room:
                 some, points = points[:room], points[room:]
                 self._send(some, record.seq - bool(points), refused)  # what is left belongs to this row
@@ -226,28 +159,28 @@ class MlflowBackend:
     def _metrics(self, row: Row) -> Iterator[Any]:
         from mlflow.entities import Metric
 
-        when = _milliseconds(row.time)
+        when = milliseconds(row.time)
         own = {names.SEQ: float(row.seq), names.ATTEMPT: float(row.attempt)}
         for name, value in {**own, **dict(row.items())}.items():
             if math.isinf(value):
                 self._infinite(name, value, row.step)
-            yield Metric(self._key(name), value, when, row.step)
+            yield Metric(self._run.key(name), value, when, row.step)
 
     def _infinite(self, name: str, value: float, step: int) -> None:
         tag = mlflow_names.key(f"trackbridge.infinite.{name}")
-        if tag not in self._tags:
-            self._tag({tag: f"{name} is {value} at step {step}; SQL stores keep infinities as +-1.797e308"})
+        if tag not in self._run.tags:
+            self._run.tag({tag: f"{name} is {value} at step {step}; SQL stores keep infinities as +-1.797e308"})
 
     def _send(self, points: Sequence[tuple[int, Any]], complete: int, refused: dict[int, str]) -> None:
         """One request; on a refusal halves of it, down to the point that is refused. `complete`: the seq held after it."""
         from mlflow.entities import RunTag
 
+        run = self._run
         tags = [RunTag(SEQ, str(complete))] if complete > self._held else []
         try:
-            with calling(self._uri):
-                self._client.log_batch(self._id, metrics=[metric for _, metric in points], tags=tags, synchronous=True)
+            with run.calling():
+                run.client.log_batch(run.id, metrics=[metric for _, metric in points], tags=tags, synchronous=True)
         except Refused as error:
-            self._still_there()
             if len(points) == 1:
                 seq, metric = points[0]
                 refused[seq] = f"{metric.key!r} = {metric.value} at step {metric.step}: {error}"
@@ -256,109 +189,26 @@ class MlflowBackend:
             self._send(points[:half], self._held, refused)
             self._send(points[half:], complete, refused)
 
-    def _still_there(self) -> None:
-        """A deleted run refuses everything; that is not the records' fault."""
-        with calling(self._uri):
-            stage = self._client.get_run(self._id).info.lifecycle_stage
-        if stage != "active":
-            raise TrackbridgeError(
-                f"MLflow run {self._id} is deleted; restore it with: mlflow runs restore --run-id {self._id}"
-            )
-
-    def _begin(self, attempt: int, step: int) -> None:
-        """The run goes on when an attempt after the one that ended has something to say."""
-        if not self._running and attempt > int(self._tags.get(ENDED, "-1")):
-            with calling(self._uri):
-                self._client.update_run(self._id, status="RUNNING")
-            self._running = True
-        if f"trackbridge.attempt.{attempt}" not in self._tags:
-            self._tag({"trackbridge.attempts": str(attempt + 1), f"trackbridge.attempt.{attempt}": f"from step {step}"})
-
     # -- everything else
 
     def _other(self, record: Record, deadline: float, refused: dict[int, str]) -> None:
+        run = self._run
         try:
             if isinstance(record, Anomaly):
-                self._anomaly(record)
+                run.anomaly(record)
             elif isinstance(record, Params):
-                self._write_params(record)
+                run.params(record)
             elif isinstance(record, Artifact):
-                self._artifact(record, deadline)
+                run.artifact(record, deadline)
             elif isinstance(record, RunEnd):
-                self._end(record)
-            self._tag({SEQ: str(record.seq)})
+                run.end(record)
+            run.tag({SEQ: str(record.seq)})
         except Refused as error:
-            self._still_there()
             refused[record.seq] = str(error)
         except FileNotFoundError as error:
             refused[record.seq] = f"not on this disk any more: {error.filename}"
 
-    def _anomaly(self, anomaly: Anomaly) -> None:
-        tag = mlflow_names.key(f"trackbridge.anomaly.{anomaly.id}")
-        if tag in self._tags or sum(name.startswith("trackbridge.anomaly.") for name in self._tags) < ANOMALY_TAGS:
-            self._tag({tag: words.anomaly_line(anomaly)})
-        with calling(self._uri):  # a person may have written there in the meantime
-            note = self._client.get_run(self._id).data.tags.get(NOTE, "")
-        theirs = note.partition(NOTE_MARK)[0].rstrip()
-        self._tag({NOTE: f"{theirs}\n\n{NOTE_MARK}\n\n{words.anomaly_markdown(anomaly)}".lstrip()})
 
-    def _write_params(self, record: Params) -> None:
-        """Parameters are immutable in MLflow: a changed value is ``name:attempt-N``. All of it is also a JSON artifact."""
-        from mlflow.entities import Param
-
-        fresh: dict[str, str] = {}
-        for name, text in words.flatten(record.values).items():
-            cut = text if len(text) <= PARAM_LENGTH else f"{text[: PARAM_LENGTH - 1]}…"
-            for label in (name, f"{name}:attempt-{self._run.attempt}"):
-                key = self._key(label)
-                known = self._params.get(key, fresh.get(key))
-                if known is None:
-                    fresh[key] = cut
-                if known in (None, cut):
-                    break
-        with calling(self._uri):
-            self._client.log_text(self._id, dumps(record.values), f"trackbridge/params-{record.seq}.json")
-            waiting = iter(fresh.items())
-            while some := dict(islice(waiting, REQUEST_TAGS)):
-                self._client.log_batch(self._id, params=[Param(k, v) for k, v in some.items()], synchronous=True)
-                self._params.update(some)
-
-    def _artifact(self, record: Artifact, deadline: float) -> None:
-        renamed: dict[str, str] = {}
-        sent = 0
-        for name, path in folders.files(Path(self._run.directory) / record.path):
-            label = mlflow_names.file(name)
-            if label != name:
-                renamed[label] = name
-            if (record.seq, name) in self._uploaded:
-                continue
-            if sent and time.monotonic() > deadline:
-                raise RetryLater(0.0, f"uploading {record.name} takes longer than the time given; it goes on at the next try")
-            with calling(self._uri):
-                self._upload(path, f"{record.name}/{label}")
-            self._uploaded.add((record.seq, name))
-            sent += 1
-        facts = {"seq": record.seq, "step": record.step, "kind": record.kind, **({"renamed": renamed} if renamed else {})}
-        self._tag({mlflow_names.key(f"trackbridge.artifact.{record.name}"): dumps({**facts, "metadata": record.metadata})})
-
-    def _upload(self, path: Path, target: str) -> None:
-        folder, _, name = target.rpartition("/")
-        if path.name == name:
-            self._client.log_artifact(self._id, str(path), folder)
-            return
-        with tempfile.TemporaryDirectory() as temporary:
-            renamed = Path(temporary) / name
-            renamed.symlink_to(path.absolute())
-            self._client.log_artifact(self._id, str(renamed), folder)
-
-    def _end(self, end: RunEnd) -> None:
-        if end.attempt < int(self._tags.get(ENDED, "-1")):
-            return
-        self._tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
-        with calling(self._uri):
-            self._client.set_terminated(self._id, _STATUS[end.status], end_time=_milliseconds(end.time))
-        self._running = False
-
-
-def _milliseconds(seconds: float) -> int:
-    return int(seconds * 1000)
+def _fits(row: Row) -> bool:
+    """MLflow stores times and steps as 64-bit integers and refuses negative times."""
+    return 0 <= row.time < _INT64 / 1000 and -_INT64 <= row.step < _INT64

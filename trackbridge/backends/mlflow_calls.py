@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from trackbridge import plugins, redact
 from trackbridge.errors import ConfigError, RetryLater, TrackbridgeError
@@ -79,11 +79,10 @@ def is_http(uri: str) -> bool:
 
 
 def public(uri: str) -> str:
-    """`uri` without what may be secret in it."""
-    if "://" not in uri:
-        return uri
-    parts = urlsplit(uri)
-    return redact.text(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")))
+    """`uri` without what may be secret in it: user, password, query."""
+    scheme, mark, rest = uri.partition("://")
+    host, slash, path = rest.partition("/")
+    return redact.text(f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0].partition('#')[0]}")
 
 
 def holds_secret(uri: str) -> bool:

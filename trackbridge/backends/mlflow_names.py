@@ -25,7 +25,7 @@ def key(name: str) -> str:
     if plain and len(name) <= LIMIT and not _DIGEST.fullmatch(name):
         return name
     rest = "/".join(part for part in _ILLEGAL.sub("_", name).split("/") if part.strip("."))
-    return f"{rest[:200] or 'name'}:{digest(name)}"
+    return f"{rest.lstrip('.')[:200] or 'name'}:{digest(name)}"
 
 
 def digest(name: str) -> str:

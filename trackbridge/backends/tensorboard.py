@@ -111,8 +111,11 @@ class TensorboardBackend:
                 except FileNotFoundError as error:
                     refused[record.seq] = f"artifact {record.name!r} is not on this disk any more: {error.filename}"
                     continue
-            ready += self._events(record)
-            last = record.seq
+            try:
+                ready += self._events(record)
+                last = record.seq
+            except ValueError as error:  # a step that does not fit 64 bits
+                refused[record.seq] = str(error)
         self._append(ready, last)
         if refused:
             raise Rejected(refused)

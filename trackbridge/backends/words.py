@@ -1,4 +1,4 @@
-"""What several trackers show in the same words: an anomaly and a settings table as Markdown, params flattened."""
+"""What several trackers show in the same words: an anomaly and a settings table as Markdown, params flattened, odd names spelled out."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def anomaly_markdown(anomaly: Anomaly) -> str:
         lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
         lines += [f"   - try: {hypothesis.intervention}"] if hypothesis.intervention else []
     return "\n".join(lines)
+
+
+def storable(name: str) -> str:
+    """`name` as valid UTF-8: half a surrogate pair, which Python allows in a string, is spelled out."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def table(rows: Mapping[str, str]) -> str:

@@ -1,0 +1,43 @@
+"""What trackers say about anomalies and params."""
+
+from __future__ import annotations
+
+from trackbridge.backends import words
+from trackbridge.testing import anomaly
+
+
+def test_an_anomaly_in_a_line_and_on_a_page() -> None:
+    spike = anomaly(0, 120, first_mover=("grad/norm", 119), cascade=(("grad/norm", 119), ("train/loss", 120)), onset=119)
+    line = "spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119"
+    assert words.anomaly_line(spike) == line
+    assert words.anomaly_markdown(spike).splitlines() == [
+        f"**{line}**",
+        "",
+        "- onset: step 119",
+        "- recovered: not so far",
+        "- ranks: 0",
+        "- cascade: grad/norm (119), train/loss (120)",
+        "",
+        "1. **corrupt-batch**",
+        "   - for: token entropy 7.9 bits",
+        "   - try: skip the batch",
+    ]
+    over = words.anomaly_markdown(spike.updated(recovered_after=4, capsule="capsules/spike-120"))
+    assert "- recovered: after 4 steps" in over and "- capsule: `capsules/spike-120`" in over
+
+
+def test_params_flatten_without_hiding_each_other() -> None:
+    values = {
+        "config": {"lr": 3e-4, "a": {"b": 1}, "a.b": 2, "on": True, "none": None, "list": [1, float("inf")], "empty": {}},
+        "lr": "theirs",
+        "git": {"commit": "abc"},
+    }
+    assert words.flatten(values) == {
+        "lr": "0.0003", "a.b": "1", "a.b (2)": "2", "on": "True", "none": "None", "list": '[1, "Infinity"]', "empty": "{}",
+        "lr (2)": "theirs", "git.commit": "abc",
+    }  # fmt: skip
+    assert words.flatten({"config": "a name"}) == {"config": "a name"}
+
+
+def test_a_table_cannot_be_broken_by_its_cells() -> None:
+    assert words.table({"a|b": "x\ny"}) == "| name | value |\n|---|---|\n| a\\|b | x<br>y |"

@@ -1,0 +1,193 @@
+"""One MLflow run and what is known of it: found or created, tagged, and written to in everything but rows."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trackbridge.backends import folders, mlflow_calls, mlflow_names, words
+from trackbridge.backends.mlflow_calls import Refused, calling
+from trackbridge.errors import RetryLater, TrackbridgeError
+from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
+from trackbridge.rundir import dumps
+
+RUN_ID = "trackbridge.run_id"
+ENDED = "trackbridge.ended_attempt"
+NOTE = "mlflow.note.content"
+NOTE_MARK = "<!-- trackbridge: written by the recorder from here on -->"
+
+REQUEST_TAGS = 100
+PARAM_LENGTH = 6000
+TAG_LENGTH = 8000
+ANOMALY_TAGS = 100
+
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+def milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+class MlflowRun:
+    """Raises what `mlflow_calls.calling` raises. `tags` is the run's tags as far as this object read or wrote them."""
+
+    def __init__(self, uri: str, info: RunInfo, experiment: str, artifact_location: str | None) -> None:
+        """Find the run of `info` by its tag, or create it, in the experiment of that name."""
+        self.uri, self.info = uri, info
+        self.client = mlflow_calls.client(uri)
+        with calling(uri):
+            self.experiment = self._experiment(experiment, artifact_location)
+            found = self._find() or self._create()
+        self.id: str = found.info.run_id
+        self.tags: dict[str, str] = dict(found.data.tags)
+        self._params: dict[str, str] = dict(found.data.params)
+        self._running = found.info.status in ("RUNNING", "SCHEDULED")
+        self._uploaded: set[tuple[int, str]] = set()
+
+    def _experiment(self, name: str, artifact_location: str | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self.client.create_experiment(name, artifact_location=artifact_location))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self.client.get_experiment_by_name(name)  # another run was faster
+        if found.lifecycle_stage != "active":
+            raise TrackbridgeError(
+                f"MLflow experiment {name!r} is deleted; restore it with: mlflow experiments restore -x {found.experiment_id}"
+            )
+        return str(found.experiment_id)
+
+    def _find(self) -> Any:
+        condition = f"tags.`{RUN_ID}` = '{self.info.run_id}'"
+        found = self.client.search_runs([self.experiment], condition, order_by=["start_time ASC"])
+        return found[0] if found else None
+
+    def _create(self) -> Any:
+        info = self.info
+        facts = {RUN_ID: info.run_id, "trackbridge.group": info.group, "trackbridge.tags": ", ".join(info.tags)}
+        return self.client.create_run(
+            self.experiment,
+            start_time=milliseconds(info.created) or None,
+            tags={name: text for name, text in facts.items() if text},
+            run_name=info.name,
+        )
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call about this run. A deleted run refuses everything; that is not the records' fault, so it is told apart."""
+        try:
+            with calling(self.uri):
+                yield
+        except Refused:
+            with calling(self.uri):
+                stage = self.client.get_run(self.id).info.lifecycle_stage
+            if stage != "active":
+                raise TrackbridgeError(
+                    f"MLflow run {self.id} is deleted; restore it with: mlflow runs restore --run-id {self.id}"
+                ) from None
+            raise
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set those of `tags` that are new or changed."""
+        from mlflow.entities import RunTag
+
+        fresh = iter([(k, v[:TAG_LENGTH]) for k, v in tags.items() if self.tags.get(k) != v[:TAG_LENGTH]])
+        while some := dict(islice(fresh, REQUEST_TAGS)):
+            with self.calling():
+                self.client.log_batch(self.id, tags=[RunTag(k, v) for k, v in some.items()], synchronous=True)
+            self.tags.update(some)
+
+    def key(self, name: str) -> str:
+        """MLflow's key for `name`; where they differ the original is kept first."""
+        key = mlflow_names.key(name)
+        if key != name:
+            self.tag({f"trackbridge.name.{mlflow_names.digest(name)}": words.storable(name)})
+        return key
+
+    def begin(self, attempt: int, step: int) -> None:
+        """Rows of `attempt` come. Only an attempt after the one that ended makes the run go on."""
+        if not self._running and attempt > int(self.tags.get(ENDED, "-1")):
+            with self.calling():
+                self.client.update_run(self.id, status="RUNNING")
+            self._running = True
+        if f"trackbridge.attempt.{attempt}" not in self.tags:
+            self.tag({"trackbridge.attempts": str(attempt + 1), f"trackbridge.attempt.{attempt}": f"from step {step}"})
+
+    def end(self, end: RunEnd) -> None:
+        if end.attempt < int(self.tags.get(ENDED, "-1")):
+            return
+        self.tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
+        with self.calling():
+            self.client.set_terminated(self.id, _STATUS[end.status], end_time=milliseconds(end.time))
+        self._running = False
+
+    def anomaly(self, anomaly: Anomaly) -> None:
+        """A tag a person can search for, and the newest anomaly in the run's description, below what people wrote there."""
+        tag = mlflow_names.key(f"trackbridge.anomaly.{anomaly.id}")
+        if tag in self.tags or sum(name.startswith("trackbridge.anomaly.") for name in self.tags) < ANOMALY_TAGS:
+            self.tag({tag: words.anomaly_line(anomaly)})
+        with self.calling():
+            note = self.client.get_run(self.id).data.tags.get(NOTE, "")
+        theirs = note.partition(NOTE_MARK)[0].rstrip()
+        self.tag({NOTE: f"{theirs}\n\n{NOTE_MARK}\n\n{words.anomaly_markdown(anomaly)}".lstrip()})
+
+    def params(self, record: Params) -> None:
+        """Parameters are immutable in MLflow: a changed value is ``name:attempt-N``. All of it is also a JSON artifact."""
+        from mlflow.entities import Param
+
+        fresh: dict[str, str] = {}
+        for name, text in words.flatten(record.values).items():
+            cut = text if len(text) <= PARAM_LENGTH else f"{text[: PARAM_LENGTH - 1]}…"
+            for label in (name, f"{name}:attempt-{self.info.attempt}"):
+                key = self.key(label)
+                known = self._params.get(key, fresh.get(key))
+                if known is None:
+                    fresh[key] = cut
+                if known in (None, cut):
+                    break
+        with self.calling():
+            self.client.log_text(self.id, dumps(record.values), f"trackbridge/params-{record.seq}.json")
+            waiting = iter(fresh.items())
+            while some := dict(islice(waiting, REQUEST_TAGS)):
+                self.client.log_batch(self.id, params=[Param(k, v) for k, v in some.items()], synchronous=True)
+                self._params.update(some)
+
+    def artifact(self, record: Artifact, deadline: float) -> None:
+        """Upload file by file, each call at least one; the next call goes on where the deadline passed. A tag at the end says
+        that all of it is there."""
+        renamed: dict[str, str] = {}
+        sent = 0
+        for name, path in folders.files(Path(self.info.directory) / record.path):
+            label = mlflow_names.file(name)
+            if label != name:
+                renamed[label] = name
+            if (record.seq, name) in self._uploaded:
+                continue
+            if sent and time.monotonic() > deadline:
+                raise RetryLater(0.0, f"uploading {record.name} takes longer than the time given; it goes on at the next try")
+            with self.calling():
+                self._upload(path, f"{record.name}/{label}")
+            self._uploaded.add((record.seq, name))
+            sent += 1
+        facts = {"seq": record.seq, "step": record.step, "kind": record.kind, **({"renamed": renamed} if renamed else {})}
+        tag = mlflow_names.key(f"trackbridge.artifact.{record.name}")
+        self.tag({tag: dumps({**facts, "metadata": record.metadata})})
+
+    def _upload(self, path: Path, target: str) -> None:
+        folder, _, name = target.rpartition("/")
+        if path.name == name:
+            self.client.log_artifact(self.id, str(path), folder)
+            return
+        with tempfile.TemporaryDirectory() as temporary:
+            renamed = Path(temporary) / name
+            renamed.symlink_to(path.absolute())
+            self.client.log_artifact(self.id, str(renamed), folder)
