@@ -1,4 +1,4 @@
-"""What several trackers show in the same words: an anomaly and a settings table as Markdown, params flattened, odd names spelled out."""
+"""What several trackers show in the same words: an anomaly, a table of settings, flattened params."""
 
 from __future__ import annotations
 
