@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import FloatSchema
 
 from trackbridge import untrusted
 from trackbridge.capsule_parts import BATCHES, LAYERS, RNG, TENSORS, WINDOW, Batches, RngStates, read_frame, read_series
@@ -323,6 +325,16 @@ def _entries(folder: Path) -> dict[str, FileEntry]:
     for name in found:
         untrusted.check_path(name)  # we write what we would read
     return {name: FileEntry(sha256=untrusted.digest(folder / name), bytes=size) for name, size in sorted(found.items())}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of ``manifest.json``; published as docs/capsule.schema.json."""
+
+    class Schema(GenerateJsonSchema):
+        def float_schema(self, schema: FloatSchema) -> JsonSchemaValue:
+            return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+    return SpikeCapsule.model_json_schema(by_alias=True, schema_generator=Schema)
 
 
 def _anomaly(anomaly: Anomaly) -> dict[str, Any]:

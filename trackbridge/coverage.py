@@ -57,11 +57,7 @@ def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) 
     steps = range(min([_wanted(anomaly, recorder), *kept]), anomaly.step + recorder.after + 1)
     records = []
     for rank in ranks:
-        rows = {
-            row.step: row
-            for row in JournalReader(directory.rows(rank), kinds={Row}, steps=steps).read()
-            if isinstance(row, Row) and row.kind == "step" and row.attempt == anomaly.attempt
-        }
+        rows = read_rows(directory, rank, anomaly.attempt, steps)
         contexts = {
             context.step: context
             for context in JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps).read()
@@ -73,6 +69,12 @@ def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) 
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records)
     return window, [record.clip(window) for record in records]
+
+
+def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> dict[int, Row]:
+    """The step rows of one attempt, by step."""
+    reader = JournalReader(directory.rows(rank), kinds={Row}, steps=steps)
+    return {r.step: r for r in reader.read() if isinstance(r, Row) and r.kind == "step" and r.attempt == attempt}
 
 
 def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, records: Sequence[RankRecord]) -> Window:

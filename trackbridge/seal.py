@@ -29,6 +29,7 @@ from trackbridge.records import Anomaly, Artifact
 from trackbridge.rundir import RunDirectory, RunFile
 
 KIND = "spike-capsule"
+HISTORY = 256
 SETTINGS = ("parameters", "activations", "recorder")
 
 
@@ -49,7 +50,8 @@ def seal(run_dir: str | Path, anomaly_id: str) -> Path:
         return destination
     recorder = RecorderConfig.model_validate(file.settings.get("recorder", {}))
     window, records = coverage.gather(directory, anomaly, recorder)
-    anomaly = _diagnosed(anomaly.updated(capsule=destination.relative_to(directory.path).as_posix()), records[0])
+    anomaly = anomaly.updated(capsule=destination.relative_to(directory.path).as_posix())
+    anomaly = _diagnosed(directory, anomaly, window, records[0])
     manifest = _manifest(directory, file, anomaly, recorder, window, records)
 
     def fill(folder: Path) -> None:
@@ -167,12 +169,15 @@ def _pages(folder: Path, manifest: SpikeCapsule) -> None:
     (folder / "report.html").write_text(spike_page(placed), encoding="utf-8")
 
 
-def _diagnosed(anomaly: Anomaly, record: RankRecord) -> Anomaly:
+def _diagnosed(directory: RunDirectory, anomaly: Anomaly, window: Window, record: RankRecord) -> Anomaly:
+    """With hypotheses; the rules see more of the past than the capsule keeps."""
     from trackbridge.diagnosis import diagnose
 
     if anomaly.hypotheses:
         return anomaly
-    return anomaly.updated(hypotheses=tuple(diagnose(anomaly, list(record.rows.values()), list(record.contexts.values()))))
+    steps = range(max(window.first - HISTORY, 0), window.last + 1)
+    rows = coverage.read_rows(directory, record.rank, anomaly.attempt, steps)
+    return anomaly.updated(hypotheses=diagnose(anomaly, list(rows.values()), list(record.contexts.values())))
 
 
 def _provenance(directory: RunDirectory) -> dict[str, Any]:
