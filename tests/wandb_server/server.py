@@ -73,6 +73,13 @@ class WandbServer:
             self._http.cut()
             self._http = None
 
+    def forget(self) -> None:
+        """Empty the server; faults are lifted, too."""
+        self.faults.clear()
+        with self.lock:
+            for held in (self.runs.all, self.storage, self.artifacts.collections, self.artifacts.versions, self.views.all):
+                held.clear()
+
     def __enter__(self) -> WandbServer:
         return self
 

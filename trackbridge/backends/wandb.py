@@ -1,0 +1,350 @@
+"""Weights & Biases, online and offline.
+
+One row of the journal is one row of the history, on our own axis ``trackbridge/step``; W&B's step only counts rows and is
+never given. The SDK runs in a child process (`wandb_process`). W&B acknowledges nothing, so a row counts as safe when its
+``trackbridge/seq`` was read back: from the server, or, offline, from the flushed run file. An artifact is safe when the
+server has committed it, params and anomalies when the run's config and summary show them. Until then we keep the record.
+
+A server that is away when the run opens is `RetryLater`, not a change to offline mode: the journal holds everything, and
+rows that went to a run file in between would be in two places. A server that goes away later costs nothing either: the
+SDK's queue is bounded here by what has not been read back. If rows stop arriving while the server answers (W&B gives up for
+good after a 401 or 404), the child is killed and a new one resumes the run after the last row the server has.
+
+Anomalies are in the run's summary (``anomaly/<id>``) and raise an alert once each, after the server has them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from trackbridge import plugins
+from trackbridge.backends import words
+from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends.wandb_client import ATTEMPT, Arrived, Opened, Pace, Target
+from trackbridge.backends.wandb_process import ClientError, Process
+from trackbridge.errors import Rejected, RetryLater
+from trackbridge.names import SEQ, STEP
+from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
+from trackbridge.rundir import dumps, write_atomic
+
+logger = logging.getLogger("trackbridge")
+
+OFFLINE_MODES = ("offline", "dryrun", "disabled")
+UNCONFIRMED_VALUES = 1_000_000
+"""Values that may be on their way at once; about 100 MB in the SDK."""
+CALL_SECONDS = 20.0
+CALL_VALUES = 20_000
+ARTIFACT_TRIES = 5
+
+
+class WandbConfig(BackendConfig):
+    """`entity` and `project` default to W&B's default entity and to the run's project. `mode` None is W&B's own rule: what
+    ``WANDB_MODE`` says, else online if a key is configured (``WANDB_API_KEY`` or netrc), else offline, with a warning.
+    `base_url` is a server of your own. The key is never here: use ``wandb login`` or ``WANDB_API_KEY``."""
+
+    kind: Literal["wandb"] = "wandb"
+    entity: str | None = None
+    project: str | None = None
+    mode: Literal["online", "offline"] | None = None
+    base_url: str | None = None
+
+    def check(self) -> None:
+        plugins.require("wandb", "wandb")
+
+    def build(self) -> Backend:
+        return WandbBackend(self)
+
+    def where(self, run: RunInfo) -> str | None:
+        """The run's URL, or the command that uploads it. None before the run was opened."""
+        try:
+            noted = json.loads(_note(run).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return str(noted["url"]) if noted["url"] else f"wandb sync {_folder(run)}/offline-run-*"
+
+
+class WandbBackend:
+    """`clock` gives monotonic seconds."""
+
+    def __init__(self, config: WandbConfig, pace: Pace | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._pace = pace or Pace()
+        self._clock = clock
+        self._process: Process | None = None
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    def open(self, run: RunInfo, /) -> int:
+        self._info = run
+        self._rows: deque[Row] = deque()
+        self._facts: dict[int, Record] = {}
+        self._given = -1
+        self._tries: dict[int, int] = {}
+        self._refused: dict[int, str] = {}
+        self._told: set[str] = set()
+        arrived = self._connect()
+        self._told.update(arrived.anomalies)
+        return min(arrived.rows, arrived.floor)
+
+    def write(self, batch: Sequence[Record], /, *, timeout: float) -> int:
+        if self._process is None:
+            self._reconnect()
+        new = [record for record in batch if record.seq > self._given]
+        if sum(row.values.size for row in self._rows) > UNCONFIRMED_VALUES:
+            safe = self._confirm()
+            if new and sum(row.values.size for row in self._rows) > UNCONFIRMED_VALUES:
+                raise RetryLater(self._pace.poll, "W&B has not confirmed earlier rows yet")
+        self._refuse(new)
+        self._hand_over(new)
+        safe = self._confirm()
+        self._refuse([])
+        return safe
+
+    def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
+        deadline = self._clock() + timeout
+        if self._process is None:
+            return self._safe()
+        try:
+            self._call("settle")
+            if end is not None:
+                self._facts[end.seq] = end
+                self._given = max(self._given, end.seq)
+                code = {"finished": 0, "failed": 1, "killed": 255}[end.status]
+                tag = "killed" if end.status == "killed" else None
+                self._call("finish", code, tag, self._floor(), timeout=max(deadline - self._clock() - 1.0, 1.0))
+            while (safe := self._confirm()) < self._given and self._clock() < deadline:
+                time.sleep(0.05)
+            return safe
+        except (RetryLater, TimeoutError, ClientError) as error:
+            logger.warning("trackbridge: W&B did not confirm everything within %.0f s: %s", timeout, error)
+            return self._safe()
+        finally:
+            self._drop()
+
+    # -- the connection ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Arrived:
+        """Start a client and open the run. Sets what the tracker holds. Raises `RetryLater`."""
+        run, config = self._info, self._config
+        mode = config.mode or os.environ.get("WANDB_MODE") or None
+        target = Target(
+            folder=str(_folder(run)),
+            project=config.project or run.project,
+            run_id=run.run_id,
+            name=run.name,
+            entity=config.entity,
+            base_url=config.base_url,
+            mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),
+            group=run.group,
+            tags=run.tags,
+            pace=self._pace,
+        )
+        self._drop()
+        self._process = Process(_folder(run))
+        try:
+            opened: Opened = self._process.call("open", target, timeout=self._pace.init * 2 + CALL_SECONDS)
+        except (ClientError, TimeoutError) as error:
+            self._drop()
+            raise RetryLater(30.0, f"W&B cannot open the run: {str(error).splitlines()[0]}") from None
+        self._process.remember(opened.pids)
+        if not opened.online and target.mode is None:
+            logger.warning(
+                "trackbridge: no W&B key is configured, so the run is recorded offline in %s; run 'wandb login' to change that",
+                opened.place,
+            )
+        self._online = opened.online
+        self._arrived = opened.arrived
+        self._answers, self._moved = 0, self._clock()
+        write_atomic(_note(run), dumps({"url": opened.place if opened.online else None}).encode())
+        return opened.arrived
+
+    def _reconnect(self) -> None:
+        """A new client for the same run: what the tracker does not have is handed over again."""
+        self._connect()
+        waiting = sorted([*self._rows, *self._facts.values()], key=lambda record: record.seq)
+        self._rows.clear()
+        self._facts.clear()
+        self._hand_over(waiting)
+
+    def _drop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def _call(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> Any:
+        assert self._process is not None
+        try:
+            return self._process.call(method, *arguments, timeout=timeout)
+        except TimeoutError as error:
+            self._drop()
+            raise RetryLater(1.0, str(error)) from None
+
+    # -- records out -------------------------------------------------------------------------------------------------
+
+    def _refuse(self, new: Sequence[Record]) -> None:
+        """Raise `Rejected` for artifacts that can never arrive; before anything of `new` is handed over."""
+        for record in new:
+            if isinstance(record, Artifact) and not (Path(self._info.directory) / record.path).exists():
+                self._refused[record.seq] = f"{record.path} is not in the run directory any more"
+        if self._refused:
+            reasons, self._refused = self._refused, {}
+            for seq in reasons:
+                self._facts.pop(seq, None)
+            raise Rejected(reasons)
+
+    def _hand_over(self, records: Sequence[Record]) -> None:
+        if not (self._rows or self._facts):
+            self._answers, self._moved = self._arrived.answers, self._clock()
+        rows: list[Row] = []
+        for record in records:
+            self._given = max(self._given, record.seq)
+            if not isinstance(record, Row):
+                self._facts[record.seq] = record
+            elif record.seq > self._arrived.rows:
+                rows.append(record)
+        self._rows.extend(rows)
+        for record in records:
+            self._tell(record)
+        for part in _parts(rows):
+            self._call("log", [_row(row) for row in part], self._floor())
+
+    def _tell(self, record: Record) -> None:
+        if isinstance(record, Params):
+            self._call("params", record.seq, _config(record))
+        elif isinstance(record, Anomaly):
+            self._call("anomaly", record.id, _facts(record))
+            if not self._online:
+                self._alert(record)
+        elif isinstance(record, Artifact):
+            path = str(Path(self._info.directory) / record.path)
+            metadata = json.loads(dumps(dict(record.metadata)))
+            try:
+                self._call("artifact", record.seq, record.name, record.kind, path, metadata, [f"step-{record.step}"])
+            except ClientError as error:
+                self._refused[record.seq] = str(error)
+
+    def _alert(self, anomaly: Anomaly) -> None:
+        if anomaly.id not in self._told:
+            self._told.add(anomaly.id)
+            level = "ERROR" if anomaly.kind in ("nonfinite", "divergence") else "WARN"
+            title = f"{anomaly.kind} at step {anomaly.step}: {anomaly.series}"
+            self._call("alert", title[:64], words.anomaly_markdown(anomaly), level)
+
+    # -- confirmations back ------------------------------------------------------------------------------------------
+
+    def _confirm(self) -> int:
+        """Look what has arrived; returns the highest safe seq. Reconnects when nothing moves although the server answers."""
+        before, arrived = self._arrived, self._call("arrived")
+        self._arrived = arrived
+        while self._rows and self._rows[0].seq <= arrived.rows:
+            self._rows.popleft()
+        for record in list(self._facts.values()):
+            self._settle(record)
+        moved = (arrived.rows, arrived.params, arrived.anomalies, arrived.artifacts) != (
+            before.rows, before.params, before.anomalies, before.artifacts,
+        )  # fmt: skip
+        if moved or not (self._rows or self._facts):
+            self._answers, self._moved = arrived.answers, self._clock()
+        elif arrived.answers > self._answers + 1 and self._clock() - self._moved > self._pace.stall:
+            logger.warning("trackbridge: W&B takes no rows although its server answers; connecting again")
+            self._reconnect()
+        return self._safe()
+
+    def _settle(self, record: Record) -> None:
+        """Forget `record` if it has arrived; try an artifact again that failed."""
+        arrived, seq = self._arrived, record.seq
+        if isinstance(record, Params):
+            there = arrived.params >= seq
+        elif isinstance(record, Anomaly):
+            there = arrived.anomalies.get(record.id, -1) >= seq
+            if there:
+                self._alert(record)
+        elif isinstance(record, Artifact):
+            there = arrived.artifacts.get(seq, "") is None
+            if arrived.artifacts.get(seq):
+                self._again(record, str(arrived.artifacts[seq]))
+        else:
+            there = not isinstance(record, RunEnd) or arrived.ended
+        if there:
+            del self._facts[seq]
+
+    def _again(self, record: Artifact, why: str) -> None:
+        self._tries[record.seq] = self._tries.get(record.seq, 0) + 1
+        if self._tries[record.seq] < ARTIFACT_TRIES:
+            logger.warning("trackbridge: W&B did not take artifact %s (%s); trying again", record.name, why)
+            self._tell(record)
+        else:
+            self._refused[record.seq] = why
+
+    def _floor(self) -> int:
+        """Every fact up to this seq has arrived."""
+        return min(self._facts, default=self._given + 1) - 1
+
+    def _safe(self) -> int:
+        first = self._rows[0].seq if self._rows else self._given + 1
+        return min(first - 1, self._floor())
+
+
+def _folder(run: RunInfo) -> Path:
+    return Path(run.directory) / "wandb"
+
+
+def _note(run: RunInfo) -> Path:
+    return _folder(run) / "where.json"
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """`rows` in pieces that the SDK takes in well under a second each."""
+    start, size = 0, 0
+    for index, row in enumerate(rows):
+        size += row.values.size
+        if size > CALL_VALUES:
+            yield rows[start : index + 1]
+            start, size = index + 1, 0
+    if rows[start:]:
+        yield rows[start:]
+
+
+def _row(row: Row) -> dict[str, float]:
+    values = {key(name): value for name, value in row.items()}
+    return {**values, STEP: row.step, SEQ: row.seq, ATTEMPT: row.attempt}
+
+
+_RESERVED = re.compile(r"u*_")
+
+
+def key(name: str) -> str:
+    """The history key of a series. Keys that begin with ``_`` are W&B's own, so those and what they become get a ``u``."""
+    return f"u{name}" if _RESERVED.match(name) else name
+
+
+def original(key_: str) -> str:
+    """The series name of a history key; the inverse of `key`."""
+    return key_[1:] if _RESERVED.match(key_) and key_.startswith("u") else key_
+
+
+def _config(params: Params) -> dict[str, Any]:
+    """The user's own config under its own names, what else there is under ``trackbridge/``; strict JSON."""
+    values = dict(params.values)
+    own = values.pop("config", {})
+    config = {f"trackbridge/{name}": value for name, value in values.items()}
+    return dict(json.loads(dumps({**config, **own})))
+
+
+def _facts(anomaly: Anomaly) -> dict[str, Any]:
+    facts = {
+        "seq": anomaly.seq, "what": words.anomaly_line(anomaly),
+        "kind": anomaly.kind, "step": anomaly.step, "onset": anomaly.onset,
+        "severity": anomaly.severity, "series": anomaly.series, "value": anomaly.value, "expected": anomaly.expected,
+        "score": anomaly.score, "recovered_after": anomaly.recovered_after, "capsule": anomaly.capsule,
+        "hypotheses": [hypothesis.name for hypothesis in anomaly.hypotheses],
+    }  # fmt: skip
+    return dict(json.loads(dumps(facts)))

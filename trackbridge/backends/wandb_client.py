@@ -1,0 +1,366 @@
+"""What runs in the W&B client's process: the only file of this backend that calls the wandb SDK.
+
+`Client` does what the shipper's side asks, one call at a time, and returns at once: rows go into the SDK's queue, uploads of
+artifacts wait in a thread, and another reads back from the server what has arrived. Only `open` and `finish` may take long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import psutil
+
+from trackbridge.backends import folders
+from trackbridge.backends.wandb_file import RecordedRun, RunFile, run_files
+from trackbridge.names import SEQ, STEP
+
+ATTEMPT = "trackbridge/attempt"
+FLOOR = "trackbridge/facts_until"
+"""Summary key: every anomaly, artifact and params record up to this seq has arrived."""
+PARAMS = "trackbridge/params_seq"
+"""Config key: the seq of the newest params record."""
+ANOMALY = "anomaly/"
+"""Prefix of summary keys, before the anomaly's id."""
+PAGE = 2000
+
+Mode: TypeAlias = Literal["online", "offline"]
+
+READ_BACK = """
+query TrackbridgeReadBack($entity: String!, $project: String!, $run: String!, $spec: JSONString!) {
+  project(name: $project, entityName: $entity) {
+    run(name: $run) { state config summaryMetrics historyLineCount sampledHistory(specs: [$spec]) }
+  }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. `poll`: between read-backs; `transmit`: between the SDK's transmissions (whole seconds; None: as the SDK has
+    it, 15); `flush`: between its writes to the run file; `stall`: without progress, while the server answers, until the
+    connection is given up and made anew."""
+
+    init: float = 20.0
+    poll: float = 4.0
+    transmit: int | None = None
+    flush: float = 0.5
+    stall: float = 90.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run to open. `mode` None: online if wandb finds a key, else offline."""
+
+    folder: str
+    project: str
+    run_id: str
+    name: str
+    entity: str | None = None
+    base_url: str | None = None
+    mode: Mode | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    pace: Pace = Pace()
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What the tracker holds. `rows`: highest seq of a row; `params` and `anomalies` (by id) likewise; `floor`: see `FLOOR`.
+    `artifacts`: by seq, None for arrived, else why not. `ended`: the run is marked as ended. `answers` counts the
+    successful read-backs."""
+
+    rows: int = -1
+    floor: int = -1
+    params: int = -1
+    anomalies: dict[str, int] = field(default_factory=dict)
+    artifacts: dict[int, str | None] = field(default_factory=dict)
+    ended: bool = False
+    answers: int = 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`place` is the run's URL or its offline folder; `arrived` what the tracker holds from earlier lives."""
+
+    online: bool
+    place: str
+    arrived: Arrived
+    pids: list[int]
+
+
+class Client:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uploads: queue.Queue[tuple[int, Any, str, list[str]]] = queue.Queue()
+        self._artifacts: dict[int, str | None] = {}
+        self._wake = threading.Event()
+        self._settling = False
+
+    def open(self, target: Target) -> Opened:
+        import wandb
+
+        self._wandb = wandb
+        self._target = target
+        self._run = self._init(target)
+        online = not self._run.offline
+        self._reader: OnlineReader | OfflineReader
+        if online:
+            self._reader = OnlineReader(self._run)
+        else:
+            self._reader = OfflineReader(Path(target.folder), target.run_id)
+        for name in (SEQ, ATTEMPT):
+            self._run.define_metric(name, hidden=True)
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        if "killed" in (self._run.tags or ()):
+            self._run.tags = tuple(tag for tag in self._run.tags if tag != "killed")
+        arrived = self._reader.first()
+        threading.Thread(target=self._upload, name="uploads", daemon=True).start()
+        if online:
+            threading.Thread(target=self._poll, name="read-back", daemon=True).start()
+        return Opened(online, self._run.url if online else str(Path(self._run.dir).parent), arrived, _family())
+
+    def _init(self, target: Target) -> Any:
+        try:
+            return self._start(target, target.mode or "online")
+        except self._wandb.errors.UsageError as error:
+            if target.mode is not None or "api" not in str(error).lower():
+                raise
+            return self._start(target, "offline")
+
+    def _start(self, target: Target, mode: Mode) -> Any:
+        settings = {
+            "console": "off", "disable_code": True, "disable_git": True, "save_code": False, "disable_job_creation": True,
+            "x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True, "x_save_requirements": False,
+            "init_timeout": target.pace.init, "x_graphql_retry_max": 2, "x_file_stream_retry_wait_max_seconds": 15.0,
+            "x_file_stream_transmit_interval": target.pace.transmit, "x_transaction_log_flush_interval": target.pace.flush,
+            "base_url": target.base_url,
+        }  # fmt: skip
+        settings = {key: value for key, value in settings.items() if value is not None}
+        known = self._wandb.Settings.model_fields
+        return self._wandb.init(
+            mode=mode,
+            dir=str(Path(target.folder).parent),
+            entity=target.entity,
+            project=target.project,
+            id=target.run_id,
+            name=target.name,
+            group=target.group,
+            tags=list(target.tags),
+            resume="allow",
+            settings=self._wandb.Settings(**{key: value for key, value in settings.items() if key in known}),
+        )
+
+    def log(self, rows: Sequence[dict[str, float]], floor: int) -> None:
+        for row in rows:
+            self._run.log(row)
+        self._run.summary[FLOOR] = floor
+        self._wake.set()
+
+    def params(self, seq: int, values: dict[str, Any]) -> None:
+        self._run.config.update({**values, PARAMS: seq}, allow_val_change=True)
+        self._wake.set()
+
+    def anomaly(self, anomaly_id: str, facts: dict[str, Any]) -> None:
+        self._run.summary[ANOMALY + anomaly_id] = facts
+        self._wake.set()
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        self._run.alert(title=title, text=text, level=level)
+
+    def artifact(self, seq: int, name: str, kind: str, path: str, metadata: dict[str, Any], aliases: list[str]) -> None:
+        """Queue an upload. Raises `ValueError` when W&B can never take it."""
+        artifact = self._wandb.Artifact(name, type=kind, metadata={**metadata, SEQ: seq})
+        with self._lock:
+            self._artifacts.pop(seq, None)
+        self._uploads.put((seq, artifact, path, aliases))
+
+    def arrived(self) -> Arrived:
+        seen = self._reader.read() if isinstance(self._reader, OfflineReader) else self._reader.seen
+        with self._lock:
+            return replace(seen, artifacts={**seen.artifacts, **self._artifacts})
+
+    def settle(self) -> None:
+        """From now on read back quickly: somebody is waiting."""
+        self._settling = True
+        self._wake.set()
+
+    def finish(self, exit_code: int, tag: str | None, floor: int) -> None:
+        self._uploads.join()
+        self._run.summary[FLOOR] = floor
+        if tag is not None:
+            self._run.tags = (*(self._run.tags or ()), tag)
+        self._run.finish(exit_code=exit_code)
+        self._wake.set()
+
+    def _upload(self) -> None:
+        while True:
+            seq, artifact, path, aliases = self._uploads.get()
+            try:
+                # Our copy in the run directory is never changed, so W&B need not copy it again.
+                for name, file in folders.files(Path(path)):
+                    if not file.is_symlink():
+                        artifact.add_file(str(file), name, policy="immutable", skip_cache=True)
+                logged = self._run.log_artifact(artifact, aliases=aliases)
+                if isinstance(self._reader, OnlineReader):
+                    logged.wait()
+                    self._note(seq, None)
+            except Exception as error:
+                traceback.print_exc()
+                self._note(seq, f"{type(error).__name__}: {error}")
+            finally:
+                self._uploads.task_done()
+
+    def _note(self, seq: int, trouble: str | None) -> None:
+        with self._lock:
+            self._artifacts[seq] = trouble
+
+    def _poll(self) -> None:
+        assert isinstance(self._reader, OnlineReader)
+        idle = 0.0
+        while True:
+            time.sleep(min(self._target.pace.poll, 0.3) if self._settling else self._target.pace.poll)
+            self._wake.wait(idle)
+            self._wake.clear()
+            before = self._reader.seen
+            try:
+                self._reader.read()
+            except Exception as error:
+                print(f"reading back: {type(error).__name__}: {error}", flush=True)
+            moved = replace(self._reader.seen, answers=before.answers) != before
+            idle = 0.0 if moved or self._settling else min(2 * idle + self._target.pace.poll, 8 * self._target.pace.poll)
+
+
+class OnlineReader:
+    """Reads back from the server what has arrived: only new rows, only their seq."""
+
+    def __init__(self, run: Any) -> None:
+        import wandb
+
+        self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
+        self._where = {"entity": run.entity, "project": run.project, "run": run.id}
+        self._next = int(run.starting_step)
+        self.seen = Arrived()
+
+    def first(self) -> Arrived:
+        """What the run held when it was resumed. Rows are looked for backwards: they are in the order of their seq."""
+        stop, rows = self._next, -1
+        while stop > 0 and rows < 0:
+            start = max(0, stop - PAGE)
+            rows = max((row[SEQ] for row in self._page(start, stop - 1)[1]), default=-1)
+            stop = start
+        answer, _ = self._page(self._next, self._next)
+        self.seen = self._facts(answer, rows)
+        return self.seen
+
+    def read(self) -> None:
+        more = True
+        while more:
+            answer, rows = self._page(self._next, self._next + PAGE - 1)
+            highest = max((row[SEQ] for row in rows), default=self.seen.rows)
+            self._next = max((row["_step"] + 1 for row in rows), default=self._next)
+            self.seen = self._facts(answer, highest)
+            more = len(rows) == PAGE
+
+    def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""
+        spec = json.dumps({"keys": ["_step", SEQ], "minStep": first, "maxStep": last, "samples": last - first + 1})
+        answer = self._api._service_api.execute_graphql(READ_BACK, {**self._where, "spec": spec}, timeout=15)
+        run = (answer.get("project") or {}).get("run") or {}
+        rows = (run.get("sampledHistory") or [[]])[0]
+        return run, [{key: int(row[key]) for key in ("_step", SEQ)} for row in rows]
+
+    def _facts(self, run: dict[str, Any], rows: int) -> Arrived:
+        summary = json.loads(run.get("summaryMetrics") or "{}")
+        config = json.loads(run.get("config") or "{}")
+        params = config.get(PARAMS) or {}
+        return Arrived(
+            rows=rows,
+            floor=int(summary.get(FLOOR, -1)),
+            params=int(params.get("value", -1)),
+            anomalies=_anomalies(summary),
+            ended=run.get("state", "running") not in ("running", "pending"),
+            answers=self.seen.answers + 1,
+        )
+
+
+class OfflineReader:
+    """Reads what is in the run files. Synchronises them to the disk before it says so."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._files = [RunFile(path) for path in run_files(folder, run_id)]
+        self._run = RecordedRun()
+        self.seen = Arrived()
+
+    def first(self) -> Arrived:
+        return self.read()
+
+    def read(self) -> Arrived:
+        rows, artifacts = self.seen.rows, dict(self.seen.artifacts)
+        for file in self._files:
+            for record in file.read():
+                self._run.add(record)
+        rows = max([rows, *(int(row[SEQ]) for row in self._run.history if SEQ in row)])
+        for artifact in self._run.artifacts:
+            artifacts[int(artifact.metadata.get(SEQ, -1))] = None
+        self._run.history.clear()
+        self._run.artifacts.clear()
+        seen = Arrived(
+            rows=rows,
+            floor=int(self._run.summary.get(FLOOR, -1)),
+            params=int(self._run.config.get(PARAMS, -1)),
+            anomalies=_anomalies(self._run.summary),
+            artifacts=artifacts,
+            ended=self._run.exit_code is not None,
+            answers=self.seen.answers + 1,
+        )
+        if seen != replace(self.seen, answers=seen.answers):
+            with self._files[-1].path.open("rb") as handle:
+                os.fsync(handle.fileno())
+        self.seen = seen
+        return seen
+
+
+def _anomalies(summary: dict[str, Any]) -> dict[str, int]:
+    found = {key.removeprefix(ANOMALY): value for key, value in summary.items() if key.startswith(ANOMALY)}
+    return {key: int(value.get("seq", -1)) for key, value in found.items() if isinstance(value, dict)}
+
+
+def _family() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def serve(descriptor: int) -> None:
+    """Answer calls until the other end of the pipe is gone, which means that the shipper is."""
+    pipe = Connection(descriptor)
+    calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
+
+    def receive() -> None:
+        try:
+            while True:
+                calls.put(pipe.recv())
+        except (EOFError, OSError):
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+            os._exit(0)
+
+    threading.Thread(target=receive, name="calls", daemon=True).start()
+    client = Client()
+    while True:
+        method, arguments = calls.get()
+        try:
+            answer: tuple[bool, Any] = (False, getattr(client, method)(*arguments))
+        except Exception as error:
+            traceback.print_exc()
+            answer = (True, (type(error).__name__, str(error) or type(error).__name__))
+        pipe.send(answer)
