@@ -119,6 +119,11 @@ class SpikeCapsule(BaseModel):
         return placed
 
     @property
+    def joined(self) -> bool:
+        """True where the batches that stayed on the recording machine are at hand."""
+        return self._local_path is not None
+
+    @property
     def steps(self) -> range:
         """Steps of the window, first to last."""
         return range(self.span[0], self.span[1] + 1)

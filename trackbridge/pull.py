@@ -84,11 +84,15 @@ def _arrive(folder: Path, bring: Callable[[Path], Path], max_bytes: int) -> Spik
 
 
 def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:
+    """A copy in the folder `dest`, with the batches that are kept beside the original."""
+    capsule = capsules.load(found, max_bytes=max_bytes)
     if dest.absolute() == found.absolute().parent:
-        return capsules.load(found, max_bytes=max_bytes)
-    capsules.load(found, max_bytes=max_bytes)
+        return capsule
+    beside = found.with_name(found.name + capsules.LOCAL)
 
     def bring(quarantine: Path) -> Path:
+        if capsule.joined:
+            shutil.copytree(beside, dest / beside.name, symlinks=True, dirs_exist_ok=True)
         return Path(shutil.copytree(found, quarantine / found.name, symlinks=True))
 
     return _arrive(dest, bring, max_bytes)
