@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -26,7 +25,7 @@ from trackbridge.errors import TrackbridgeError
 class OneLineErrors(TyperGroup):
     """An error that names its fix is shown as one line; a traceback would hide it."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
         except TrackbridgeError as error:

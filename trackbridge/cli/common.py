@@ -13,7 +13,11 @@ from trackbridge.errors import ReferenceNotFoundError, nearest
 from trackbridge.rundir import dumps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
+
+    from trackbridge.shipper import BackendStatus
 
 Json = Annotated[bool, typer.Option("--json", help="Strict JSON on stdout, nothing else.")]
 
@@ -32,25 +36,28 @@ def emit(value: Any) -> None:
     typer.echo(dumps(value))
 
 
-def find_run(reference: str, folder: Path = Path("runs")) -> Path:
+def find_run(reference: str, folder: Path) -> Path:
     """The run directory that `reference` names: a path, or a run's id or name in `folder`.
 
-    Raises `ReferenceNotFoundError` with the nearest id.
+    Raises `ReferenceNotFoundError` with the nearest one.
     """
-    from trackbridge.rundir import RunDirectory
+    from trackbridge import history
 
-    path = Path(reference)
-    if (path / "run.json").exists():
-        return path
-    known: dict[str, Path] = {}
-    for run in sorted(folder.glob("*/run.json")):
-        known[RunDirectory(run.parent).read().name] = run.parent
-        known[run.parent.name] = run.parent
+    if Path(reference).exists():
+        return Path(reference)
+    known = {key: run.path for run in (history.runs(folder) if folder.is_dir() else ()) for key in (run.name, run.run_id)}
     if reference in known:
         return known[reference]
     raise ReferenceNotFoundError(
         f"no run {reference!r} here or in {folder}{nearest(reference, known)}; `trackbridge runs DIR` lists a folder's runs"
     )
+
+
+def lags(backends: Sequence[BackendStatus]) -> str:
+    """What a table says about delivery: what each tracker lacks, or that nothing does."""
+    if not backends:
+        return "no tracker"
+    return ", ".join(f"{status.kind} lacks {status.lag}" for status in backends if status.lag) or "all"
 
 
 def sparkline(values: Any, width: int = 60) -> str:

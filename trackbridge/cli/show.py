@@ -1,0 +1,85 @@
+"""``trackbridge show RUN``: one run in a screenful."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trackbridge.cli.common import Json, console, emit, find_run, number, sparkline, when
+
+if TYPE_CHECKING:
+    from trackbridge.history import RunRecord
+    from trackbridge.shipper import BackendStatus
+
+SERIES = ("train/loss", "grad/norm", "train/lr", "perf/tokens_per_s", "optim/update_ratio", "trackbridge/overhead_share")
+
+
+def show(
+    reference: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a run's id or name.")],
+    folder: Annotated[Path, typer.Option("--dir", help="Where to look for ids and names.")] = Path("runs"),
+    json: Json = False,
+) -> None:
+    """Show one run: its loss, its anomalies, and how far each tracker is."""
+    from trackbridge import load, shipper
+
+    with console(stderr=True).status("Reading the journal ..."):
+        record = load(find_run(reference, folder))
+        backends = shipper.status(record.path)
+    if json:
+        emit(_plain(record, backends))
+    else:
+        _print(record, backends)
+
+
+def _plain(record: RunRecord, backends: list[BackendStatus]) -> dict[str, Any]:
+    return {
+        "run": asdict(record.info),
+        "status": record.status,
+        "error": record.error,
+        "series": {name: {"steps": len(found[0]), "last": found[1][-1]} for name, found in _series(record).items()},
+        "anomalies": [asdict(anomaly) for anomaly in record.anomalies],
+        "backends": [asdict(status) for status in backends],
+        "damage": str(record.damage) if record.damage else None,
+        "config": record.config,
+    }
+
+
+def _series(record: RunRecord) -> dict[str, Any]:
+    return {name: record.series(name) for name in SERIES if name in record.names}
+
+
+def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
+    from rich.table import Table
+
+    from trackbridge.backends.words import anomaly_line
+
+    out = console()
+    info = record.info
+    attempt = f", attempt {info.attempt}" if info.attempt else ""
+    out.print(f"[bold]{info.name}[/] ({info.run_id}) of {info.project}: {record.status}{attempt}, started {when(info.created)}")
+    if record.error:
+        out.print(f"[red]{record.error}[/]")
+    if record.damage:
+        out.print(f"[red]{record.damage}[/]")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, (steps, values) in _series(record).items():
+        table.add_row(name, sparkline(values), number(float(values[-1])), f"[dim]steps {steps[0]} to {steps[-1]}[/]")
+    out.print(table)
+    for anomaly in record.anomalies:
+        out.print(f"[red]![/] {anomaly_line(anomaly)}")
+        if anomaly.capsule:
+            out.print(f"  [dim]capsule {record.path / anomaly.capsule}[/]")
+    if not record.anomalies:
+        out.print("no anomalies")
+    for status in backends:
+        state = "everything delivered" if not status.lag else f"[yellow]{status.lag} records behind[/]"
+        if status.dead_letters:
+            state += f", [red]{status.dead_letters} refused[/]"
+        out.print(f"[bold]{status.kind}[/]: {state}{f'; {status.where}' if status.where else ''}")
+        if status.last_error and status.lag:
+            out.print(f"  [dim]{status.last_error}[/]")
+    if any(status.lag for status in backends):
+        out.print(f"deliver the rest: trackbridge sync {record.path}")

@@ -1,7 +1,11 @@
-"""The trackers of the demo, each in a folder of its own, and what each tracker's own reader says was delivered."""
+"""The trackers of the demo, each in a folder, and what each tracker's own reader says it holds.
+
+Nothing here asks the journal or our own bookkeeping: this is the other side's view.
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +19,106 @@ from trackbridge.backends.tensorboard import TensorboardConfig
 from trackbridge.backends.wandb import WandbConfig
 from trackbridge.records import RunInfo
 
+LOSS = "train/loss"
+CAPSULE = "spike-capsule"
+
 
 @dataclass(frozen=True)
 class Held:
-    """What a tracker holds: the loss by step as its reader returns it, and where it keeps the capsules."""
+    """What a tracker holds: the loss by step, as (step, value) points, and where its capsules are."""
 
-    losses: dict[int, float]
+    losses: list[tuple[int, float]]
     capsules: list[str]
 
 
 @dataclass(frozen=True)
 class DemoTracker:
-    """`number` is the tracker's own number type; `read` asks its own reader; `look` is the command that shows the run."""
+    """`number` is the tracker's own number type, `read` asks its own reader, `look` is the command that shows the run, `pull`
+    the reference of the capsule in it (None where there is no server to pull from)."""
 
     title: str
     config: BackendConfig
     number: type[np.floating[Any]]
     read: Callable[[RunInfo], Held]
     look: Callable[[RunInfo], str]
+    pull: Callable[[RunInfo], str] | None
+
+
+def trackers(folder: Path) -> list[DemoTracker]:
+    """MLflow in a sqlite file, TensorBoard, W&B offline; all inside `folder`."""
+    return [_mlflow(folder), _tensorboard(folder), _wandb()]
+
+
+def mlflow_uri(folder: Path) -> str:
+    return f"sqlite:///{folder.absolute()}/mlflow.db"
+
+
+def _mlflow(folder: Path) -> DemoTracker:
+    uri = mlflow_uri(folder)
+
+    def read(run: RunInfo) -> Held:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name(run.project)
+        (found,) = client.search_runs([experiment.experiment_id], f"tags.`trackbridge.run_id` = '{run.run_id}'")
+        points = [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, LOSS)]
+        capsules = [
+            f"run {found.info.run_id}, artifact {entry.path}"
+            for entry in client.list_artifacts(found.info.run_id)
+            if any(Path(inside.path).name == "manifest.json" for inside in client.list_artifacts(found.info.run_id, entry.path))
+        ]
+        return Held(points, capsules)
+
+    return DemoTracker(
+        title="MLflow",
+        config=MlflowConfig(tracking_uri=uri, artifact_location=(folder.absolute() / "mlartifacts").as_uri()),
+        number=np.float64,
+        read=read,
+        look=lambda run: f"mlflow ui --backend-store-uri {shlex.quote(uri)}",
+        pull=lambda run: f"mlflow:{run.run_id}",
+    )
+
+
+def _tensorboard(folder: Path) -> DemoTracker:
+    config = TensorboardConfig(logdir=folder / "tensorboard")
+
+    def read(run: RunInfo) -> Held:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        root = config.root(run)
+        events = EventAccumulator(str(root), size_guidance={"scalars": 0})
+        events.Reload()
+        points = [(event.step, event.value) for event in events.Scalars(LOSS)]
+        return Held(points, [str(manifest.parent) for manifest in root.glob("artifacts/*/manifest.json")])
+
+    return DemoTracker(
+        title="TensorBoard",
+        config=config,
+        number=np.float32,
+        read=read,
+        look=lambda run: config.where(run),
+        pull=lambda run: f"tensorboard:{config.root(run)}",
+    )
+
+
+def _wandb() -> DemoTracker:
+    def folder(run: RunInfo) -> Path:
+        return Path(run.directory) / "wandb"
+
+    def read(run: RunInfo) -> Held:
+        from trackbridge.backends import wandb_file
+
+        recorded = wandb_file.load(folder(run))
+        points = [(row["trackbridge/step"], row[LOSS]) for row in recorded.history if LOSS in row]
+        capsules = [f"artifact {a.name}, {len(a.files)} files" for a in recorded.artifacts if a.kind == CAPSULE]
+        return Held(points, capsules)
+
+    return DemoTracker(
+        title="W&B (offline)",
+        config=WandbConfig(mode="offline"),
+        number=np.float64,
+        read=read,
+        look=lambda run: f"wandb leet {shlex.quote(str(next(folder(run).glob('offline-run-*'), folder(run))))}",
+        pull=None,
+    )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CLIP = 1.0
 ACCUMULATE = 2
+OnStep: TypeAlias = "Callable[[int, float, Sequence[Anomaly]], None]"
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,7 @@ def build() -> Rebuilt:
     return Rebuilt(model, optimizer, TrainingStep(schedule), state={"schedule": schedule})
 
 
-def train(
-    run: Run, plan: Plan, *, seed: int = 0, on_step: Callable[[int, float, Sequence[Anomaly]], None] | None = None
-) -> dict[str, float]:
+def train(run: Run, plan: Plan, *, seed: int = 0, on_step: OnStep | None = None) -> dict[str, float]:
     """Train to the plan's end. `on_step` is called with the step, its loss and the anomalies that were just reported.
 
     Returns the held-out loss (nats per byte) at the start and at the end.
@@ -160,7 +159,7 @@ def settings(plan: Plan, directory: Path, backend: Any, seed: int) -> dict[str, 
         "config": {**dataclasses.asdict(plan), "seed": seed, "clip": CLIP, "accumulate": ACCUMULATE},
         "dir": directory,
         "tags": ("demo",),
-        "recorder": {"snapshot_every": plan.snapshot_every},
+        "recorder": {"snapshot_every": plan.snapshot_every, "upload_batches": True},  # the data is public
     }
 
 

@@ -10,7 +10,7 @@ from trackbridge.capsule import SpikeCapsule
 from trackbridge.reports.page import PageData, Series, Table, page
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 _FIRST = ("train/loss", "grad/norm", "train/lr", "optim/update_ratio", "perf/step_s")
 _LAYERS = 12
@@ -18,30 +18,35 @@ _LAYERS = 12
 
 def spike_page(capsule: SpikeCapsule) -> str:
     """One self-contained HTML document. No raw batch is in it, only the identity of batches."""
+    return page(page_data(capsule))
+
+
+def page_data(capsule: SpikeCapsule) -> PageData:
+    """What the page of `capsule` says."""
     anomaly = capsule.anomaly
-    return page(
-        PageData(
-            title=f"{anomaly.kind} at step {anomaly.step}",
-            series=_series(capsule),
-            anomalies=(anomaly,),
-            hypotheses=anomaly.hypotheses,
-            actions=_actions(capsule),
-            facts=_facts(capsule),
-            tables=tuple(table for table in (_layers(capsule), _batches(capsule), _missing(capsule)) if table.rows),
-        )
+    return PageData(
+        title=f"{anomaly.kind} at step {anomaly.step}",
+        series=_series(capsule),
+        anomalies=(anomaly,),
+        hypotheses=anomaly.hypotheses,
+        actions=_actions(capsule),
+        facts=_facts(capsule),
+        tables=tuple(table for table in (_layers(capsule), _batches(capsule), _missing(capsule)) if table.rows),
     )
 
 
 def _series(capsule: SpikeCapsule) -> dict[str, Series]:
     """The anomaly's own series first, then the usual ones; the rest of the window after them."""
-    frame = capsule.window
-    there = [name for name in frame.columns if "/" in name]
+    recorded = capsule.series()
+    there = [name for name in capsule.window.columns if "/" in name]
     first = [name for name in dict.fromkeys((capsule.anomaly.series, *_FIRST)) if name in there]
-    return {name: _points(frame, name) for name in dict.fromkeys((*first, *there))}
+    return {name: _points(recorded, name) for name in dict.fromkeys((*first, *there))}
 
 
-def _points(frame: pd.DataFrame, name: str) -> Series:
-    return frame["step"].to_numpy(), frame[name].to_numpy(dtype=np.float64)
+def _points(recorded: dict[int, dict[str, float]], name: str) -> Series:
+    """Steps that have a value: absent is not NaN, which the page marks."""
+    points = [(step, row[name]) for step, row in recorded.items() if name in row]
+    return np.array([step for step, _ in points], np.int64), np.array([value for _, value in points], np.float64)
 
 
 def _actions(capsule: SpikeCapsule) -> list[tuple[str, str]]:
