@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.reports.page import PageData, Series, Table, page
-
-if TYPE_CHECKING:
-    pass
 
 _FIRST = ("train/loss", "grad/norm", "train/lr", "optim/update_ratio", "perf/step_s")
 _LAYERS = 12
