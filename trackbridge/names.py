@@ -129,6 +129,14 @@ def describe(name: str) -> Metric | None:
     return None
 
 
+def regex(family: str) -> str:
+    """A regular expression that matches the series of a family of the catalogue, for charts. Raises `KeyError` if the
+    catalogue has no such family, so that a chart cannot outlive its series."""
+    if "<" not in family or all(metric.name != family for metric in CATALOGUE):
+        raise KeyError(f"{family!r} is no family of series in the catalogue")
+    return _pattern(family).pattern
+
+
 def _pattern(family: str) -> re.Pattern[str]:
     head, rest = family.split("<", 1)
     return re.compile(re.escape(head) + ".+" + re.escape(rest.split(">", 1)[1]))
