@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from trackbridge.fingerprints import NGRAM, fingerprint, token_statistics
+from trackbridge.fingerprints import NGRAM, fingerprint, matches, sample_fingerprint, stride, token_statistics
 
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 small = hnp.arrays(np.int8, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), elements=st.integers(0, 1))
@@ -61,6 +61,16 @@ def test_the_fingerprint_is_fixed() -> None:
     """It is compared between runs and versions."""
     arrays = {"i": np.arange(5), "f": np.array([[0.5, np.nan]], np.float32), "c": np.array(1j), "s": np.array("é")}
     assert fingerprint(arrays) == "3714ef8b466ee200dfafade9d4d1e537"
+
+
+def test_a_sample_stands_for_a_large_array() -> None:
+    array = np.arange(50_000).reshape(500, 100)
+    samples = {"x": array.reshape(-1)[:: stride(array.size)]}
+    assert 3_000 < samples["x"].size <= 4_096
+    recorded = sample_fingerprint(samples, {"x": array.shape})
+    assert matches(recorded, {"x": array.astype(np.int32)}) and matches(fingerprint({"x": array}), {"x": array})
+    assert not matches(recorded, {"x": array + 1}) and not matches(recorded, {"x": array.T})
+    assert not matches(recorded, {"x": array.reshape(-1)}) and not matches(fingerprint({"x": array}), {"x": array + 1})
 
 
 def plain_count(rows: list[list[int]]) -> dict[str, Any]:

@@ -139,6 +139,15 @@ def test_tied_tensors_are_one_leaf_and_stay_tied() -> None:
     assert back["embed"] is back["head"] and back["transposed"] is not back["embed"]
 
 
+def test_values_name_every_occurrence() -> None:
+    """So that a batch has the same values whether its labels are its inputs or a copy of them."""
+    x = torch.arange(3)
+    for labels in (x, x.clone()):
+        skeleton, leaves = tree.pack({"x": x, "labels": labels, "x#2": torch.zeros(1)})
+        values = tree.values(skeleton, tree.to_numpy(leaves))
+        assert [array.tolist() for array in values.values()] == [[0, 1, 2], [0, 1, 2], [0.0]]
+
+
 def test_leaves_that_would_share_a_name_do_not() -> None:
     obj = {
         "a/b": np.array(1),

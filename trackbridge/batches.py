@@ -29,10 +29,10 @@ class Fetch:
     """One fetched batch. `sample_ids` are the sampler's own objects (see `plain_ids`), None if unknown; `index` counts
     batches within `epoch`, None after a fetch failed; `seconds` is how long the loop waited for it. `opened` is True for
     the first batch of an epoch. `workers` and `base_seed` say how the workers of this epoch were seeded (worker i:
-    ``base_seed + i``), None without a DataLoader."""
+    ``base_seed + i``), None without a DataLoader. `loader` and `epoch` are None for a batch that no feed fetched."""
 
-    loader: int
-    epoch: int
+    loader: int | None
+    epoch: int | None
     index: int | None
     sample_ids: Sequence[Any] | None
     seconds: float
@@ -229,7 +229,7 @@ class _Pass(Generic[T]):
         if fetch.sample_ids is None and any(skip.sample_ids is not None for skip in pending):
             raise UsageError("the skip plan names sample ids, but this loader's are not known; give epoch and index instead")
         ids = plain_ids(fetch.sample_ids) if pending else None
-        return self._skip.take(fetch.loader, fetch.epoch, fetch.index, ids)
+        return self._skip.take(self._number, self._epoch, fetch.index, ids)
 
     def _lost(self) -> None:
         """A fetch failed. Without workers its indices were drawn just now; with workers nobody can say which batch the

@@ -34,6 +34,7 @@ BITS: dict[str, type[np.unsignedinteger[Any]]] = {
     "float8_e8m0fnu": np.uint8,
 }
 PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+SAFETENSORS = dict(zip(PLAIN, ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "F32", "F64"], strict=True))
 COMPLEX: dict[str, type[np.floating[Any]]] = {"complex64": np.float32, "complex128": np.float64}
 
 _NUMPY = re.compile(r"[<|][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?")

@@ -6,7 +6,7 @@ Both are computed on the scribe's thread from host copies, never on the training
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +17,8 @@ Array: TypeAlias = npt.NDArray[Any]
 NGRAM = 8
 RAREST = 8
 MAX_ELEMENTS = 1 << 20
+SAMPLE = 4096
+_SAMPLED = "sample-"
 _CHUNK = 1 << 18
 _DENSE = 1 << 20  # largest span of token values that is counted in a table instead of sorted
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplication mod 2^64 loses nothing
@@ -30,10 +32,33 @@ def fingerprint(arrays: Mapping[str, Array]) -> str:
     (uint64 values above 2^63 - 1 wrap), floats as float64 with every NaN made the same one, complex numbers as pairs,
     text and dates as their bytes. Names are not part of it; -0.0 differs from 0.0, and the integer 1 from the float 1.0.
     """
+    return _digest((array, array.shape) for array in arrays.values())
+
+
+def sample_fingerprint(samples: Mapping[str, Array], shapes: Mapping[str, Sequence[int]]) -> str:
+    """The same over `SAMPLE` evenly spaced elements of each array, for a batch too large to copy: it starts with
+    ``sample-``. `samples` are the elements ``array.reshape(-1)[::stride(size)]``, `shapes` the shapes of the arrays."""
+    return _SAMPLED + _digest((array, tuple(shapes[name])) for name, array in samples.items())
+
+
+def stride(size: int) -> int:
+    """The distance between the elements of a sample of `size`."""
+    return max(1, -(-size // SAMPLE))
+
+
+def matches(recorded: str, arrays: Mapping[str, Array]) -> bool:
+    """Whether `arrays` have the `recorded` fingerprint, of either kind."""
+    if not recorded.startswith(_SAMPLED):
+        return fingerprint(arrays) == recorded
+    samples = {name: array.reshape(-1)[:: stride(array.size)] for name, array in arrays.items()}
+    return sample_fingerprint(samples, {name: array.shape for name, array in arrays.items()}) == recorded
+
+
+def _digest(arrays: Iterable[tuple[Array, tuple[int, ...]]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for array in arrays.values():
+    for array, shape in arrays:
         kind = array.dtype.kind
-        digest.update(f"{'i' if kind in 'biu' else kind}{array.shape}".encode())
+        digest.update(f"{'i' if kind in 'biu' else kind}{shape}".encode())
         flat = array.reshape(-1)
         for start in range(0, flat.size, _CHUNK):
             digest.update(_canonical(flat[start : start + _CHUNK]).data)
@@ -50,7 +75,11 @@ def token_statistics(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
     Floats: `length`, `nonfinite`.
     """
     found: dict[str, dict[str, Any]] = {}
+    known: dict[int, dict[str, Any]] = {}  # labels are often the inputs
     for name, array in arrays.items():
+        if id(array) in known:
+            found[name] = known[id(array)]
+            continue
         head = array if array.size <= MAX_ELEMENTS else array.reshape(-1)[:MAX_ELEMENTS]
         if array.dtype.kind in "iu" and array.size:
             found[name] = _integers(head)
@@ -58,7 +87,7 @@ def token_statistics(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
             found[name] = {"nonfinite": int(head.size - np.isfinite(head).sum())}
         else:
             continue
-        found[name] = {"length": int(array.size), "counted": int(head.size), **found[name]}
+        found[name] = known[id(array)] = {"length": int(array.size), "counted": int(head.size), **found[name]}
     return found
 
 

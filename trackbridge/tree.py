@@ -81,27 +81,32 @@ def unpack(skeleton: Json, arrays: Mapping[str, Array], *, torch_tensors: bool =
 
 
 def values(skeleton: Json, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The values of every leaf as numpy arrays, by leaf name in tree order. Errors as in `unpack`."""
+    """The values of every array in the tree, in tree order, by leaf name; one that occurs again is there again, as
+    ``name#2``, the same object. Errors as in `unpack`."""
+    decoded: dict[str, Array] = {}
     found: dict[str, Array] = {}
 
     def leaf(_: str, name: str, dtype: str) -> None:
-        found[name] = dtypes.value(_array(arrays, name), dtype)
+        if name not in decoded:
+            decoded[name] = dtypes.value(_array(arrays, name), dtype)
+        key, times = name, 1
+        while key in found or (times > 1 and key in arrays):
+            times += 1
+            key = f"{name}#{times}"
+        found[key] = decoded[name]
 
     _walk(skeleton, leaf)
     return found
 
 
 def save(directory: Path, skeleton: Json, arrays: Mapping[str, Array], *, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write ``state.safetensors`` and ``state.json`` into `directory`, fsynced. `metadata` is JSON."""
-    from safetensors.numpy import save_file
-
+    """Write ``state.safetensors`` and ``state.json`` into `directory`, fsynced. `metadata` is JSON. Copies no array and
+    holds the interpreter only between writes: it runs beside training, on gigabytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(arrays), str(directory / STATE_ARRAYS))
     document = {"format_version": FORMAT_VERSION, "metadata": dict(metadata or {}), "skeleton": skeleton}
-    (directory / STATE_JSON).write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-    for name in (STATE_ARRAYS, STATE_JSON):
-        with (directory / name).open("rb+") as handle:
-            os.fsync(handle.fileno())
+    text = json.dumps(document, allow_nan=False).encode()
+    _write(directory / STATE_ARRAYS, [_header(arrays), *(array.reshape(-1).view(np.uint8).data for array in arrays.values())])
+    _write(directory / STATE_JSON, [text])
 
 
 def load(directory: Path) -> tuple[Json, dict[str, Array], dict[str, Any]]:
@@ -225,6 +230,26 @@ def _scalar(obj: str | int | float) -> Json:
         return whole if -(2**63) <= whole < 2**64 else {"$int": hex(whole)}
     number = float(obj)
     return number if math.isfinite(number) else {"$float": struct.pack(">d", number).hex()}
+
+
+def _header(arrays: Mapping[str, Array]) -> bytes:
+    """The safetensors header: its length, then JSON with each array's place in what follows."""
+    entries, offset = {}, 0
+    for name, array in arrays.items():
+        place = [offset, offset + array.nbytes]
+        entries[name] = {"dtype": dtypes.SAFETENSORS[array.dtype.name], "shape": array.shape, "data_offsets": place}
+        offset = place[1]
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(path: Path, parts: list[bytes | memoryview]) -> None:
+    with path.open("wb") as handle:
+        for part in parts:
+            handle.write(part)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 # reading ---------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ _ROW_KINDS = ("step", "log")
 _ARRAY_KINDS = "biufcSU"  # numpy dtype kinds that are plain bytes: no objects, no structures
 _MAX_SCHEMA = 64 << 20  # bytes of JSON; bounds what a hostile file can make us allocate
 
-_ARRAY_FIELDS = ("rng", "tensors")
+_ARRAY_FIELDS = ("rng", "tensors", "opening_rng")
 
 
 def step_of(record: Record) -> int:
@@ -193,6 +193,7 @@ def _context(body: dict[str, Any], blobs: _Blobs) -> StepContext:
 def _micro(body: dict[str, Any], blobs: _Blobs) -> MicroBatch:
     body["rng"] = blobs.take(body["rng"])
     body["tensors"] = blobs.take(body["tensors"])
+    body["opening_rng"] = blobs.take(body.get("opening_rng"))
     body["sample_ids"] = None if body["sample_ids"] is None else tuple(body["sample_ids"])
     return MicroBatch(**body)
 
