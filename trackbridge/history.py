@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
-from trackbridge.journal import Damage, JournalReader
+from trackbridge.journal import Damage, JournalReader, last_seq
 from trackbridge.liveness import presumed_dead
 from trackbridge.names import is_wide
 from trackbridge.records import Anomaly, Artifact, FloatArray, Params, Record, Row, RunEnd, RunInfo, Schema
@@ -249,6 +249,12 @@ def _summary(directory: RunDirectory) -> RunSummary:
         loss=loss,
         anomalies=len(anomalies),
     )
+
+
+def newest_time(directory: RunDirectory) -> float:
+    """When the leader's newest record was made, in epoch seconds; 0 when there is none."""
+    journal = directory.rows(_leader(directory))
+    return max((getattr(record, "time", 0.0) for record in _last(journal, last_seq(journal))), default=0.0)
 
 
 def _last(journal: Path, position: int) -> list[Record]:

@@ -8,5 +8,6 @@ format is one page: docs/journal.md.
 from trackbridge.journal.reader import Damage as Damage
 from trackbridge.journal.reader import JournalReader as JournalReader
 from trackbridge.journal.writer import JournalWriter as JournalWriter
+from trackbridge.journal.writer import last_seq as last_seq
 
-__all__ = ["Damage", "JournalReader", "JournalWriter"]
+__all__ = ["Damage", "JournalReader", "JournalWriter", "last_seq"]

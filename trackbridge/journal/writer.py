@@ -294,6 +294,18 @@ class JournalWriter:
             pass  # gone already, or not ours to delete: it will be counted again at the next start
 
 
+def last_seq(directory: str | Path) -> int:
+    """The highest `seq` in a journal, -1 when it has no record."""
+    for segment in reversed(segments.listing(Path(directory))):
+        try:
+            seq, _ = _extent(segment)
+        except FileNotFoundError:
+            continue
+        if seq >= 0:
+            return seq
+    return -1
+
+
 def _extent(segment: Segment) -> tuple[int, int]:
     """(highest seq, highest step) of the intact entry headers in a segment, -1 where there is none."""
     headers: list[Entry] = []

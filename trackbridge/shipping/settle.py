@@ -1,0 +1,92 @@
+"""What a trainer that ended could not do itself: seal the capsules that were under way, and say that it was killed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trackbridge.errors import TrackbridgeError
+from trackbridge.journal import JournalReader, JournalWriter
+from trackbridge.records import Anomaly, Artifact, RunEnd
+from trackbridge.rundir import RunDirectory
+from trackbridge.shipping.claim import Claim
+from trackbridge.shipping.cursor import first_free_seq
+
+logger = logging.getLogger("trackbridge")
+
+_SEGMENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was added to the journal: paths of capsules, and whether the run was marked as killed."""
+
+    capsules: list[str] = field(default_factory=list)
+    killed: bool = False
+
+
+def settle(directory: RunDirectory, attempt: int, claim: Claim, *, dead: bool) -> Settled | None:
+    """Become the journal's writer after `attempt` ended: nobody else may write it any more, which `claim` is for.
+
+    Seals each capsule that an anomaly names and no artifact holds, and appends the artifacts; then ``RunEnd("killed")`` if
+    `dead` and the attempt has no end. Returns None when another process is at it: ask again later.
+    """
+    unsealed, ended = _survey(directory, attempt)
+    if not unsealed and (ended or not dead):
+        return Settled()
+    if claim.take() is not None:
+        return None
+    try:
+        artifacts = [artifact for anomaly in unsealed if (artifact := _seal(directory, anomaly)) is not None]
+        # someone may have come while we sealed
+        unsealed, ended = _survey(directory, attempt)
+        missing = {anomaly.capsule for anomaly in unsealed}
+        artifacts = [artifact for artifact in artifacts if artifact.path in missing]
+        killed = dead and not ended
+        if not (artifacts or killed) or not claim.touch() or directory.read().attempts[-1].number != attempt:
+            return Settled()  # nothing left to do, or a newer attempt has become the writer
+        writer = JournalWriter(
+            directory.rows(), segment_bytes=_SEGMENT_BYTES, fsync_seconds=1.0, floor=first_free_seq(directory)
+        )
+        for artifact in artifacts:
+            writer.append(artifact)
+        if killed:
+            writer.append(RunEnd(-1, time.time(), "killed", attempt))
+        writer.close()
+        return Settled([artifact.path for artifact in artifacts], killed)
+    finally:
+        claim.release()
+
+
+def _survey(directory: RunDirectory, attempt: int) -> tuple[list[Anomaly], bool]:
+    """(one anomaly per capsule that is not sealed, whether the attempt has an end)."""
+    from trackbridge.seal import KIND
+
+    capsules: dict[str, Anomaly] = {}
+    sealed: set[str] = set()
+    ended = False
+    for record in JournalReader(directory.rows(), kinds={Anomaly, Artifact, RunEnd}).read():
+        if isinstance(record, Anomaly) and record.capsule:
+            known = capsules.get(record.capsule)
+            if known is None or known.id == record.id:
+                capsules[record.capsule] = record
+        elif isinstance(record, Artifact) and record.kind == KIND:
+            sealed.add(record.path)
+        elif isinstance(record, RunEnd):
+            ended = ended or record.attempt >= attempt
+    return [anomaly for path, anomaly in capsules.items() if path not in sealed], ended
+
+
+def _seal(directory: RunDirectory, anomaly: Anomaly) -> Artifact | None:
+    from trackbridge.seal import artifact_for, seal
+
+    try:
+        path: Path = seal(directory.path, anomaly.id)
+        return artifact_for(directory.path, anomaly, path)
+    except (TrackbridgeError, OSError) as error:
+        logger.warning("the capsule of step %d could not be sealed: %s", anomaly.step, error)
+    except Exception:
+        logger.exception("the capsule of step %d could not be sealed", anomaly.step)
+    return None
