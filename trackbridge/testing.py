@@ -305,6 +305,17 @@ class BackendContract:
         self.ship(config, run, records, end(2, status, error="RuntimeError: boom" if status == "failed" else None))
         assert self.read_back(config, run).status == status
 
+    def test_the_end_may_be_older_than_the_last_record(self, tmp_path: Path, run: RunInfo) -> None:
+        """A capsule is sealed after the end: the artifact comes first, and `close` gets the end again."""
+        config = self.config(tmp_path)
+        records: list[Record] = [*rows(range(3)), artifact(4, 2, run, "spike-2", {"manifest.json": b"{}"})]
+        self.ship(config, run, records, end(3, "failed"), expect=4)
+        self.ship(config, run, [], end(3, "failed"))
+        back = self.read_back(config, run)
+        assert back.status == "failed"
+        assert set(back.artifacts) == {"spike-2"}
+        self.assert_series(back.series, self.expected(records))
+
     def test_close_without_an_end_then_go_on(self, tmp_path: Path, run: RunInfo) -> None:
         """The shipper is stopped and started again while training goes on; the object itself can be opened again, too."""
         config, records = self.config(tmp_path), rows(range(9))

@@ -46,13 +46,18 @@ class JsonlBackend:
     def write(self, batch: Sequence[Record], /, *, timeout: float) -> int:
         for record in batch:
             if record.seq > self._held:
-                with self._file.open("a") as handle:
-                    handle.writelines(json.dumps(line) + "\n" for line in self._config.breakage(self._line(record)))
-                self._held = record.seq
+                self._append(record)
         return self._held
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
-        return self._held if end is None else self.write([end], timeout=timeout)
+        if end is not None:  # its seq may be held already: what was sealed after the end came first
+            self._append(end)
+        return self._held
+
+    def _append(self, record: Record) -> None:
+        with self._file.open("a") as handle:
+            handle.writelines(json.dumps(line) + "\n" for line in self._config.breakage(self._line(record)))
+        self._held = max(self._held, record.seq)
 
     def _line(self, record: Record) -> dict[str, Any]:
         line: dict[str, Any] = {"seq": record.seq, "type": type(record).__name__}

@@ -72,11 +72,16 @@ class Packer:
         values = [self._seq_value(seq), self._tensor_value(tag, markdown.encode(), "text")]
         return bytes(self._event(wall_time=time, step=step, summary=self._summary(value=values)).SerializeToString())
 
-    def last_seq(self, path: Path) -> int:
-        """The journal seq of the last record in `path` that a reader can see, -1 if there is none: seqs only ascend."""
-        last = deque(records(path), maxlen=1)
-        values = self._event.FromString(last[0]).summary.value if last else ()
-        return int(values[0].tensor.int64_val[0]) if values and values[0].tag == SEQ_TAG else -1
+    def last(self, path: Path) -> tuple[int, str | None, str]:
+        """Of the last record in `path` that a reader can see: its seq (the highest in the file; -1 if there is no record), and
+        the tag and content when it is a text."""
+        data = deque(records(path), maxlen=1)
+        values = self._event.FromString(data[0]).summary.value if data else ()
+        if not values or values[0].tag != SEQ_TAG:
+            return -1, None, ""
+        text = values[1] if len(values) == 2 and values[1].tensor.string_val else None
+        content = text.tensor.string_val[0].decode() if text else ""
+        return int(values[0].tensor.int64_val[0]), text.tag if text else None, content
 
     def _template(self, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
         found = self._templates.get(schema.names)

@@ -125,7 +125,11 @@ class MlflowBackend:
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
         if end is not None:
-            self.write([end], timeout=timeout)
+            refused: dict[int, str] = {}
+            self._other(end, time.monotonic() + timeout, refused)
+            if refused:
+                raise Rejected(refused)
+            self._held = max(self._held, end.seq)
         return self._held
 
     # -- rows
@@ -202,7 +206,7 @@ class MlflowBackend:
                 run.artifact(record, deadline)
             elif isinstance(record, RunEnd):
                 run.end(record)
-            run.tag({SEQ: str(record.seq)})
+            run.tag({SEQ: str(max(record.seq, self._held))})
         except Refused as error:
             refused[record.seq] = str(error)
         except FileNotFoundError as error:

@@ -32,6 +32,7 @@ from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, 
 
 _OURS = re.compile(r"events\.out\.tfevents\.\d+\.trackbridge\.(\d{5,})\.a(\d{4,})$")
 _ARTIFACTS = "artifacts"
+_STATUS_TAG = "status"
 _DISK_TROUBLE_SECONDS = 10.0
 
 
@@ -84,12 +85,13 @@ class TensorboardBackend:
         self._folder = self._root if run.rank == 0 else self._root / f"rank-{run.rank:04d}"
         self._packer = Packer()
         self._let_go()
-        self._held, self._attempt = -1, 0
+        self._held, self._attempt, self._ended = -1, 0, ""
         self._step = run.start_step
         for _, attempt, path in reversed(_our_files(self._folder)):
             self._attempt = max(self._attempt, attempt)
-            self._held = self._packer.last_seq(path)
+            self._held, tag, text = self._packer.last(path)
             if self._held >= 0:
+                self._ended = text if tag == _STATUS_TAG else ""
                 break
         return self._held
 
@@ -101,7 +103,12 @@ class TensorboardBackend:
         for record in batch:
             if record.seq <= self._held:
                 continue
-            if isinstance(record, (Row, RunEnd)) and record.attempt > self._attempt:
+            if isinstance(record, RunEnd):
+                self._append(ready, last)
+                self._end(record)
+                last = self._held
+                continue
+            if isinstance(record, Row) and record.attempt > self._attempt:
                 self._append(ready, last)
                 self._start_attempt(record)
             if isinstance(record, Artifact):
@@ -123,7 +130,7 @@ class TensorboardBackend:
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
         if end is not None:
-            self.write([end], timeout=timeout)
+            self._end(end)
         self._let_go()
         return self._held
 
@@ -145,9 +152,19 @@ class TensorboardBackend:
         elif isinstance(record, Params):
             text = words.table(words.flatten(record.values))
             yield pack.text(f"params/{record.seq}", text, step=self._step, time=record.time, seq=record.seq)
-        elif isinstance(record, RunEnd):
-            facts = {"status": record.status, "attempt": str(record.attempt), "error": record.error or ""}
-            yield pack.text("status", words.table(facts), step=self._step, time=record.time, seq=record.seq)
+
+    def _end(self, end: RunEnd) -> None:
+        """Tell how the run ended, unless that is the last thing that was told. What was sealed after the end may be held
+        already, so the event carries the highest seq there is."""
+        text = words.table({"status": end.status, "attempt": str(end.attempt), "error": end.error or ""})
+        if text == self._ended:
+            self._held = max(self._held, end.seq)
+            return
+        if end.attempt > self._attempt:
+            self._start_attempt(end)
+        seq = max(end.seq, self._held)
+        self._append([self._packer.text(_STATUS_TAG, text, step=self._step, time=end.time, seq=seq)], seq)
+        self._ended = text
 
     def _append(self, ready: list[bytes], last: int) -> None:
         """Make `ready` durable; `last` is then the highest seq held. Empties `ready`."""
@@ -161,9 +178,9 @@ class TensorboardBackend:
             if self._file is not None and self._file.damaged:
                 path = self._file.path
                 self._let_go()
-                self._held = max(self._held, self._packer.last_seq(path))
+                self._held = max(self._held, self._packer.last(path)[0])
             raise self._disk_trouble(error) from error
-        self._held = last
+        self._held, self._ended = last, ""
         ready.clear()
 
     def _start_attempt(self, record: Row | RunEnd) -> None:
