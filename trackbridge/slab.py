@@ -7,7 +7,7 @@ waits for the copy and reads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,12 +21,14 @@ from trackbridge.records import FloatArray
 @dataclass(frozen=True, slots=True)
 class Field:
     """A named run of `size` numbers. ``where="host"`` is for facts that the training thread knows without the device (was
-    there a gradient?); they travel with the same slot. A `lasting` field is not reset at the end of a step."""
+    there a gradient?); they travel with the same slot. A `lasting` field is not reset at the end of a step. `over_ranks` says
+    how the field of several ranks becomes one: see `trackbridge.probes.merge`."""
 
     name: str
     size: int
     where: Literal["device", "host"] = "device"
     lasting: bool = False
+    over_ranks: str = "max"
 
 
 class Slab:
@@ -36,13 +38,9 @@ class Slab:
     """
 
     def __init__(self, fields: Iterable[Field], device: torch.device) -> None:
-        ordered = sorted(fields, key=lambda field: field.lasting)
-        device_places, size, volatile = _lay_out(ordered, "device")
-        host_places, host_size, host_volatile = _lay_out(ordered, "host")
-        self.places: Mapping[str, tuple[str, slice]] = {
-            **{name: ("device", place) for name, place in device_places.items()},
-            **{name: ("host", place) for name, place in host_places.items()},
-        }
+        self.fields = sorted(fields, key=lambda field: field.lasting)
+        self._on_device, size, volatile = _lay_out(self.fields, "device")
+        self._on_host, host_size, host_volatile = _lay_out(self.fields, "host")
         self.device = device
         self.tensor = torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.facts: FloatArray = np.zeros(host_size)
@@ -51,15 +49,23 @@ class Slab:
 
     def device_view(self, name: str) -> Tensor:
         """The field's part of the device tensor, shape (size,); writes go to the slab."""
-        return self.tensor[self.places[name][1]]
+        return self.tensor[self._on_device[name]]
 
     def host_view(self, name: str) -> FloatArray:
         """The field's part of the host facts, shape (size,); writes go to the slab."""
-        return self.facts[self.places[name][1]]
+        return self.facts[self._on_host[name]]
 
     def offset(self, name: str) -> int:
         """Where the field begins in `tensor`."""
-        return int(self.places[name][1].start)
+        return int(self._on_device[name].start)
+
+    def unpack(self, numbers: FloatArray) -> dict[str, FloatArray]:
+        """The fields by name, as views of what `Slot.read` returned."""
+        device, host = np.split(numbers, [len(self.tensor)])
+        return {
+            **{name: device[place] for name, place in self._on_device.items()},
+            **{name: host[place] for name, place in self._on_host.items()},
+        }
 
     def reset(self) -> None:
         """Zero every field that is not lasting."""
@@ -70,7 +76,7 @@ class Slab:
 class Slot:
     """One host copy of a slab. Made and recycled by `Ring`; `owner` is whoever can read its layout."""
 
-    __slots__ = ("copy", "done", "facts", "keep", "owner", "places", "step")
+    __slots__ = ("copy", "done", "facts", "keep", "owner", "step")
 
     def __init__(self, slab: Slab) -> None:
         pinned = slab.device.type == "cuda"
@@ -79,7 +85,6 @@ class Slot:
         self.done: torch.cuda.Event | None = (
             torch.cuda.Event(blocking=True) if pinned else None  # type: ignore[no-untyped-call]
         )
-        self.places = slab.places
         self.step = -1
         self.owner: Any = None
         self.keep: Any = None
@@ -89,11 +94,9 @@ class Slot:
         if self.done is not None:
             self.done.synchronize()
 
-    def read(self) -> dict[str, FloatArray]:
-        """Every field by name, float64, copied: the slot may be recycled afterwards. Call after `wait`."""
-        numbers = self.copy.double().numpy().copy()
-        facts = self.facts.copy()
-        return {name: (numbers if where == "device" else facts)[place] for name, (where, place) in self.places.items()}
+    def read(self) -> FloatArray:
+        """Device numbers, then host facts, float64, copied: the slot may be recycled afterwards. Call after `wait`."""
+        return np.concatenate((self.copy.numpy(), self.facts), dtype=np.float64)
 
 
 class Ring:

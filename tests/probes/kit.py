@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.probes import Instruments
 from trackbridge.probes.moments import FIRES, WIDTH
+from trackbridge.probes.session import Reading
 
 
 class Lab:
@@ -30,8 +30,9 @@ class Lab:
         slot = self.instruments.close(self.step)
         assert slot is not None
         self.step += 1
-        self.last = fires(slot.read(), self.instruments.series)
-        values, present = self.instruments.finalize(slot)
+        reading = self.instruments.read(slot)
+        self.last = fires(reading, self.instruments.series)
+        values, present = reading.values()
         assert len(values) == len(present) == len(self.instruments.series)
         return {name: v for name, v, here in zip(self.instruments.series, values.tolist(), present, strict=True) if here}
 
@@ -40,7 +41,8 @@ def sgd(model: nn.Module, lr: float = 0.1, **more: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, **more)
 
 
-def fires(stats: dict[str, np.ndarray], series: tuple[str, ...]) -> dict[str, float]:
+def fires(reading: Reading, series: tuple[str, ...]) -> dict[str, float]:
     """How often each activation site ran, by name."""
     sites = [name[len("act/") : -len("/mean")] for name in series if name.startswith("act/") and name.endswith("/mean")]
+    stats = reading.session.slab.unpack(reading.numbers)
     return dict(zip(sites, stats["activations"].reshape(-1, WIDTH)[:, FIRES].tolist(), strict=True))

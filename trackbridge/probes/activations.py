@@ -46,7 +46,7 @@ class ActivationProbe:
                 self._sites.append((module, model))
         self._names = tuple(site_names)
         self.fields: tuple[Field, ...] = (
-            Field("activations", moments.WIDTH * len(site_names)),
+            Field("activations", moments.WIDTH * len(site_names), over_ranks="moments"),
             Field("activations_due", 1, "host"),
             Field("activations_gate", 1, lasting=True),
         )

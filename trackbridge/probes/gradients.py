@@ -19,6 +19,7 @@ from trackbridge.config import ParametersConfig
 from trackbridge.errors import Part, UsageError
 from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, root_sum
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
@@ -38,10 +39,14 @@ class GradientProbe:
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
-            *(Field(name, size) for name in STATISTICS),
-            Field("clip_norm", len(self._keys) + 1),  # of each model; the last of all models together
+            Field("grad_norm", size, over_ranks="norm"),
+            Field("grad_max", size),
+            Field("grad_nonfinite", size, over_ranks="count"),
+            Field("clip_norm", len(self._keys) + 1, over_ranks="clip"),  # of each model; the last of all models together
+            Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
+            Field("grad_held", size, "host"),  # likewise; what a total must cover
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
         )
         self.series: tuple[str, ...] = (
@@ -52,9 +57,9 @@ class GradientProbe:
     def attach(self, slab: Slab) -> None:
         self._norm, self._peak, self._nonfinite = (Rows(slab, name) for name in STATISTICS)
         self._clip_norm = slab.device_view("clip_norm")
-        self._clip_seen = slab.host_view("clip_seen")
+        self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
         self._seen = slab.host_view("grad_seen")
-        self._counted = slab.host_view("grad_counted")
+        self._held, self._counted = slab.host_view("grad_held"), slab.host_view("grad_counted")
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         if not closure:
@@ -98,6 +103,7 @@ class GradientProbe:
             place = len(self._keys) if model is None else self._keys.index(model)
             self._clip_norm[place].copy_(shard, non_blocking=True)
             self._clip_seen[place] = 1.0
+            self._clip_copies[place] = copies_of(total) or world_size()
         if shard.device.type == "cpu" and not math.isfinite(shard.item()):
             self._count(parameters)
 
@@ -125,7 +131,7 @@ class GradientProbe:
                 norm, peak = norm / scale, peak / scale
             self._norm.write(rows, norm)
             self._peak.write(rows, peak)
-            self._seen[rows] = place
+            self._seen[rows] = self._held[rows] = place
 
     def _count_bad(self, rows: list[int], gradients: list[Tensor], norm: FloatArray) -> None:
         """A finite norm has only finite elements: count in the rare rest. Reading a CPU tensor is no synchronisation."""
@@ -146,8 +152,9 @@ class GradientProbe:
             root_sum(stats["grad_norm"], seen),
             float(stats["grad_nonfinite"][counted].sum()),
         )
-        some = bool(seen.any())
-        known = (some or (bool(stats["clip_seen"].any()) and not dropped), some, bool(counted.any()))
+        whole = not ((stats["grad_held"] > 0) & (used == 0)).any()
+        some = bool(seen.any()) and whole
+        known = (some or (bool(stats["clip_seen"].any()) and not dropped), some, bool(counted.any()) and whole)
         values = np.concatenate((totals, stats["grad_norm"], stats["grad_max"], stats["grad_nonfinite"]))
         return values, np.concatenate((np.array(known), seen, seen, counted))
 

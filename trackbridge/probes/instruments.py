@@ -14,7 +14,7 @@ from trackbridge.errors import UsageError
 from trackbridge.probes.base import BoolArray, Gate
 from trackbridge.probes.rates import learning_rates
 from trackbridge.probes.scalars import ScalarProbe
-from trackbridge.probes.session import Session
+from trackbridge.probes.session import Reading, Session
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
 from trackbridge.slab import Slot
@@ -41,6 +41,11 @@ class Instruments:
     def series(self) -> tuple[str, ...]:
         """Every series that `finalize` can give, in its order. Fixed between attaches, but that `set` adds names at the end."""
         return self._live().series
+
+    @property
+    def local_series(self) -> frozenset[str]:
+        """The series that, before ranks are merged, are of this rank's shards only; they must not be shown as global."""
+        return self._live().local_series
 
     def attach(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scaler: Any = None) -> None:
         """Put the probes on. Keys prefix the names of several models ("g." ...); the key "" adds nothing.
@@ -115,8 +120,12 @@ class Instruments:
 
     def finalize(self, slot: Slot) -> tuple[FloatArray, BoolArray]:
         """Wait for the copy (without the GIL) and return values, float64, and presence, both (len(series),). Frees the slot."""
+        return self.read(slot).values()
+
+    def read(self, slot: Slot) -> Reading:
+        """`finalize` in two halves, for ranks that exchange their sufficient statistics in between. Frees the slot."""
         session: Session = slot.owner
-        return session.finalize(slot)
+        return session.read(slot)
 
     def _live(self, device: torch.device | None = None) -> Session:
         if self._session is None:

@@ -22,12 +22,12 @@ class ScalarProbe:
     """`series` grows at its end when a new name is set: positions never change."""
 
     fields: tuple[Field, ...] = (
-        Field("scalars", CAPACITY),
+        Field("scalars", CAPACITY, over_ranks="mean"),
         Field("scalars_seen", CAPACITY, "host"),
-        Field("loss_sum", 1),
-        Field("loss_tokens", 1),
+        Field("loss_sum", 1, over_ranks="sum"),
+        Field("loss_tokens", 1, over_ranks="sum"),
         Field("loss_seen", 1, "host"),
-        Field("sample_worst", 2),  # loss, row
+        Field("sample_worst", 2, over_ranks="worst"),  # loss, row
         Field("sample_rows", 1, "host"),
     )
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import Part
+from trackbridge.names import LAYER
+from trackbridge.probes import gradients, weights
 from trackbridge.probes.activations import ActivationProbe
 from trackbridge.probes.base import BoolArray, Gate, Probe, UpdateProbe
 from trackbridge.probes.gradients import GradientProbe
+from trackbridge.probes.layout import parameter_copies, world_size
+from trackbridge.probes.merge import merge_ranks
 from trackbridge.probes.phases import PhaseProbe
 from trackbridge.probes.scalars import ScalarProbe
 from trackbridge.probes.subject import Subject
@@ -19,6 +24,25 @@ from trackbridge.probes.updates import UpdateCountProbe
 from trackbridge.probes.weights import WeightProbe
 from trackbridge.records import FloatArray
 from trackbridge.slab import Ring, Slab, Slot
+
+PARAMETER_TOTALS = frozenset((*gradients.TOTALS, *weights.TOTALS))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """The sufficient statistics of one step on one rank. `numbers`, float64, is what ranks exchange; its length is the same
+    on every rank that watches the same models."""
+
+    session: Session
+    numbers: FloatArray
+
+    def values(self) -> tuple[FloatArray, BoolArray]:
+        """Values and presence, both of shape (len(series),)."""
+        return self.session.finalize(self.numbers)
+
+    def merged(self, ranks: Sequence[FloatArray]) -> Reading:
+        """The reading of all ranks together, from the `numbers` of each (this one's among them), in float64."""
+        return Reading(self.session, merge_ranks(self.session.slab, self.session.copies, ranks))
 
 
 class Session:
@@ -45,15 +69,17 @@ class Session:
         self.updates = UpdateCountProbe(subject)
         self.phases = PhaseProbe(subject, gate, parts[3])
         self.activations = ActivationProbe(subject, activations, gate, parts[4])
-        weights = WeightProbe(subject, parameters, gate)
+        weight_probe = WeightProbe(subject, parameters, gate)
         self._nested: list[tuple[UpdateProbe, Part]] = list(
-            zip((self.gradients, weights, self.updates, self.phases), parts[:4], strict=True)
+            zip((self.gradients, weight_probe, self.updates, self.phases), parts[:4], strict=True)
         )
         self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
+        self.copies = parameter_copies(subject)
         self.slab = Slab((field for probe, _ in self._probes for field in probe.fields), subject.device)
         self._ring = Ring(self.slab, slots)
         self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
         self._series = self._fixed
+        self.local_series = self._local_series()
         self._handles: list[Any] = []
 
     @property
@@ -95,13 +121,28 @@ class Session:
         self.slab.reset()
         return slot
 
-    def finalize(self, slot: Slot) -> tuple[FloatArray, BoolArray]:
+    def read(self, slot: Slot) -> Reading:
         slot.wait()
-        stats = slot.read()
-        self.phases.read(slot.keep, stats["phase_s"])
+        reading = Reading(self, slot.read())
+        self.phases.read(slot.keep, self.slab.unpack(reading.numbers)["phase_s"])
         self._ring.give(slot)
+        return reading
+
+    def finalize(self, numbers: FloatArray) -> tuple[FloatArray, BoolArray]:
+        stats = self.slab.unpack(numbers)
         found = [probe.finalize(stats) for probe, _ in self._probes]
         return np.concatenate([values for values, _ in found]), np.concatenate([present for _, present in found])
+
+    def _local_series(self) -> frozenset[str]:
+        parts = self.copies != world_size()
+        if not parts.any():
+            return frozenset()
+        local = {name for name, part in zip(self.subject.names, parts, strict=True) if part}
+        return frozenset(
+            name
+            for name in self._fixed
+            if name in PARAMETER_TOTALS or (name.startswith(LAYER) and name[len(LAYER) :].rpartition("/")[0] in local)
+        )
 
     def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         closure = _has_closure(args, kwargs)

@@ -42,7 +42,7 @@ class WeightProbe:
         self._refused = False
         size = len(subject.parameters)
         self.fields: tuple[Field, ...] = (
-            *(Field(f"{name}_norm", size) for name in ("weight", "update", *MOMENTS)),
+            *(Field(f"{name}_norm", size, over_ranks="norm") for name in ("weight", "update", *MOMENTS)),
             *(Field(f"{name}_seen", size, "host") for name in ("weight", "update", *MOMENTS)),
             Field("weight_held", size, "host"),
             Field("moment_held", size, "host"),

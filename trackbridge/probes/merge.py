@@ -1,0 +1,69 @@
+"""The sufficient statistics of several ranks become those of the whole, in float64, field by field (`Field.over_ranks`).
+
+- norm: of shards, sqrt(sum n^2 / copies), where `copies` ranks hold the same piece
+- count: sum / copies; clip: as norm, with the copies of the norm that clipping returned
+- moments: pairwise, as micro-batches are merged
+- sum, max; mean over the ranks that have the value; worst: the pair with the largest first number
+
+What no rule can make whole, a parameter of unknown layout, is taken out: neither it nor a total over it has a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trackbridge.probes import moments
+from trackbridge.records import FloatArray
+from trackbridge.slab import Slab
+
+MEASURED = ("grad_seen", "grad_counted", "weight_seen", "update_seen", "exp_avg_seen", "exp_avg_sq_seen")
+
+
+def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> FloatArray:
+    """One vector from the vectors of all ranks; `copies` is `layout.parameter_copies`."""
+    merged = np.empty_like(ranks[0])
+    result = slab.unpack(merged)
+    parts = [slab.unpack(numbers) for numbers in ranks]
+    known = copies > 0
+    shares = np.where(known, copies, 1.0)
+    for field in slab.fields:
+        name = field.name
+        stack = np.stack([part[name] for part in parts])
+        with np.errstate(over="ignore", invalid="ignore"):
+            match field.over_ranks:
+                case "norm":
+                    value = np.sqrt((np.square(stack) / shares).sum(0))
+                case "count":
+                    value = (stack / shares).sum(0)
+                case "clip":
+                    held = np.maximum(np.stack([part["clip_copies"] for part in parts]), 1.0)
+                    value = np.sqrt((np.square(stack) / held).sum(0))
+                case "moments":
+                    value = _merge_moments(stack)
+                case "sum":
+                    value = stack.sum(0)
+                case "mean":
+                    seen = np.stack([part[f"{name}_seen"] for part in parts]) > 0
+                    value = np.where(seen, stack, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
+                case "worst":
+                    value = stack[np.argmax(stack[:, 0])]
+                case _:
+                    value = stack.max(0)
+        result[name][:] = value
+    if not known.all():
+        for name in MEASURED:
+            result[name][~known] = 0.0
+        result["clip_seen"][:] = 0.0
+    return merged
+
+
+def _merge_moments(stack: FloatArray) -> FloatArray:
+    """Rows of all ranks, shape (ranks, sites * WIDTH), to one row per site, flat."""
+    rows = stack.reshape(len(stack), -1, moments.WIDTH)
+    total = tuple(rows[0, :, k] for k in range(moments.MAX))
+    for other in rows[1:]:
+        total = moments.merge(total, tuple(other[:, k] for k in range(moments.MAX)))
+    rest = (rows[:, :, moments.MAX].max(0), rows[:, :, moments.NONFINITE].sum(0), rows[:, :, moments.FIRES].sum(0))
+    return np.stack((*total, *rest), axis=1).reshape(-1)
