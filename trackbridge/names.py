@@ -91,6 +91,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("trackbridge/seq", "", "number of the journal record this row came from"),
     Metric("trackbridge/attempt", "", "0 at first, one more with each resume"),
     Metric("trackbridge/rows_dropped", "rows", "rows lost because the scribe could not keep up"),
+    Metric("trackbridge/contexts_dropped", "steps", "step contexts (RNG states, batches) lost because the scribe fell behind"),
     Metric("trackbridge/overhead_share", "", "our measured share of the training thread's step time", "", "", "lower"),
     Metric("trackbridge/lag_rows", "rows", "records this tracker is behind the journal"),
 )  # fmt: skip

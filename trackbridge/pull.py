@@ -73,6 +73,7 @@ def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = un
 def _arrive(folder: Path, bring: Callable[[Path], Path], max_bytes: int) -> SpikeCapsule:
     """Have `bring` put a capsule into a quarantine inside `folder`; move it into `folder` if it passes all checks."""
     folder = folder.absolute()
+    new = not folder.exists()
     quarantine = folder / f".pull-{uuid.uuid4().hex}"
     quarantine.mkdir(parents=True)
     try:
@@ -81,6 +82,8 @@ def _arrive(folder: Path, bring: Callable[[Path], Path], max_bytes: int) -> Spik
         return capsules.load(held.place(arrived, folder / arrived.name), max_bytes=max_bytes)
     finally:
         shutil.rmtree(quarantine, ignore_errors=True)
+        if new and not any(folder.iterdir()):
+            folder.rmdir()  # nothing came
 
 
 def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:

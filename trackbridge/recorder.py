@@ -40,6 +40,7 @@ from trackbridge.snapshots import Cost, Snapshot, Snapshots, Watched
 
 MAX_MICRO = 1024
 MAX_OBJECTS = 2000
+_STATE_BYTES = 12_000  # one captured random state
 
 AFTER_USE = "the batch was copied after the step had used it"
 NO_START = "no start of this step was seen: its random state is unknown"
@@ -82,6 +83,7 @@ class RawContext:
     rng: RngState | None
     micros: tuple[RawMicro, ...]
     notes: tuple[str, ...]
+    nbytes: int = 0  # about what this holds in memory
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +251,8 @@ class Recorder:
         if (done.rng is None or done.early) and not self._paused and not hostcopy.capturing():
             self._start()
             self._open.early = True
-        return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes))
+        nbytes = _STATE_BYTES * (1 + 2 * len(micros)) + self._config.batch_bytes - done.room
+        return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes), nbytes)
 
     # other threads
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,7 +38,7 @@ from trackbridge.ranks import Ranks
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
-from trackbridge.scribe import ClosedStep, Logged, Scribe
+from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import Sealer
 from trackbridge.skip import SkipPlan
 from trackbridge.watched import AutoStep, named
@@ -136,6 +137,7 @@ class Run:
         self._step_samples = 0.0
         self._fetch_s = 0.0
         self._rows_dropped = 0
+        self._models: dict[str, nn.Module] = {}
         self._auto: AutoStep | None = None
         self._report: FinishReport | None = None
 
@@ -151,7 +153,14 @@ class Run:
         )
         self._instruments = Instruments(settings.parameters, settings.activations, slots=settings.slots, strict=settings.strict)
         self._recorder = (
-            Recorder(settings.recorder, directory, info.rank, attempt=info.attempt, strict=settings.strict)
+            Recorder(
+                settings.recorder,
+                directory,
+                info.rank,
+                attempt=info.attempt,
+                start_step=info.start_step,
+                strict=settings.strict,
+            )
             if settings.recorder.enabled
             else None
         )
@@ -220,7 +229,7 @@ class Run:
         """
         if self._inert():
             return
-        models = named("model", model, nn.Module)
+        models = self._models = named("model", model, nn.Module)
         optimizers = named("optimizer", optimizer, Optimizer) if optimizer is not None else {}
         for name, value in (state or {}).items():
             if not hasattr(value, "state_dict"):
@@ -349,11 +358,13 @@ class Run:
             context = self._recorder.close_step(number, batch=batch, batch_index=batch_index, sample_ids=sample_ids)
         if self._rows_dropped:
             host["trackbridge/rows_dropped"] = float(self._rows_dropped)
+        if self._scribe.contexts_dropped:
+            host["trackbridge/contexts_dropped"] = float(self._scribe.contexts_dropped)
         slot = self._instruments.close(number)
         if slot is None:
             self._rows_dropped += 1
         else:
-            self._scribe.submit(ClosedStep(number, time.time(), slot, host, context))
+            self._scribe.submit_step(number, time.time(), slot, host, context)
         self._step = number + 1
 
     def clip_grad_norm_(
@@ -369,6 +380,10 @@ class Run:
 
         `model` names one of several watched models; default: all. Raises `UsageError` before `watch`.
         """
+        if self._inert():  # clipping is the user's arithmetic: it goes on after `finish`
+            models = [self._models[model]] if model is not None else list(self._models.values())
+            parameters = [p for module in models for p in module.parameters()]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return self._instruments.clip_grad_norm_(
             max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, model=model
         )

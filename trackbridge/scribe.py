@@ -59,6 +59,9 @@ class Ask:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+BACKLOG_BYTES = 256 << 20
+"""Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
+
 Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
 
 
@@ -94,6 +97,9 @@ class Scribe:
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
         self._error: BaseException | None = None
+        self._submitted_bytes = 0  # written by the training thread only
+        self._handled_bytes = 0  # written by the scribe's thread only
+        self.contexts_dropped = 0
         self._thread = threading.Thread(target=self._work, name="trackbridge-scribe", daemon=True)
         self._thread.start()
 
@@ -101,6 +107,16 @@ class Scribe:
 
     def submit(self, item: Item) -> None:
         self._items.put(item)
+
+    def submit_step(self, step: int, when: float, slot: Slot, host: Mapping[str, float], context: RawContext | None) -> None:
+        """Hand over a closed step; its context only if there is room for it."""
+        if context is not None:
+            if self._submitted_bytes - self._handled_bytes > BACKLOG_BYTES:
+                self.contexts_dropped += 1
+                context = None
+            else:
+                self._submitted_bytes += context.nbytes
+        self._items.put(ClosedStep(step, when, slot, host, context))
 
     def ask(self, what: Callable[[], Any], timeout: float = 10.0) -> Any:
         """Run `what` on the scribe's thread after everything submitted so far. Raises `TimeoutError`."""
@@ -174,9 +190,11 @@ class Scribe:
         host = np.fromiter(item.host.values(), np.float64, len(item.host))
         row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values[present])))
         self._rows.append(row)
-        if self._recorder is not None and item.context is not None and self._recording.alive:
-            with self._recording:
-                self._contexts.append(self._recorder.pack(item.context))
+        if item.context is not None:
+            self._handled_bytes += item.context.nbytes
+            if self._recorder is not None and self._recording.alive:
+                with self._recording:
+                    self._contexts.append(self._recorder.pack(item.context))
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.update(row):

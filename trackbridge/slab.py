@@ -99,12 +99,19 @@ class Slot:
         return np.concatenate((self.copy.numpy(), self.facts), dtype=np.float64)
 
 
+RING_BYTES = 64 << 20
+
+
 class Ring:
-    """`depth` slots between the training thread and the scribe. `take` and `give` may be called from different threads."""
+    """Slots between the training thread and the scribe. `take` and `give` may be called from different threads.
+
+    At least `depth` of them, and as many as `RING_BYTES` hold: a loop of microsecond steps runs far ahead of the scribe for a
+    moment, and memory is cheaper than a lost row. They are made when first needed.
+    """
 
     def __init__(self, slab: Slab, depth: int) -> None:
         self._slab = slab
-        self._unmade = depth
+        self._unmade = max(depth, RING_BYTES // max(slab.tensor.nbytes + slab.facts.nbytes, 1024))
         self._free: deque[Slot] = deque()
 
     def take(self, step: int) -> Slot | None:
