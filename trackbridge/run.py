@@ -158,7 +158,6 @@ class Run:
                 directory,
                 info.rank,
                 attempt=info.attempt,
-                start_step=info.start_step,
                 strict=settings.strict,
             )
             if settings.recorder.enabled
