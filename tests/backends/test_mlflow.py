@@ -321,6 +321,42 @@ def test_as_few_requests_as_there_can_be(database: str, tmp_path: Path, monkeypa
     assert sizes == [999, 999, 999, 3], "30 rows of 98 series and 2 of ours"
 
 
+def test_rows_whose_acknowledgement_was_lost_are_stored_once(uri: str, tmp_path: Path) -> None:
+    """A crash after the points were stored and before the tag was: all is sent again."""
+    from mlflow.tracking import MlflowClient
+
+    config, run = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path)), run_info(tmp_path)
+    records = [*rows(range(5)), row(5, 5, {"train/loss": float("nan"), "grad/norm": float("inf")})]
+    TestDatabase().ship(config, run, records, None)
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name(str(tmp_path)).experiment_id])
+    client.set_tag(found.info.run_id, "trackbridge.seq", "1")
+    assert TestDatabase().ship(config, run, records, None) == 1
+    back = read_back(config, run)
+    TestDatabase().assert_series(back.series, TestDatabase().expected(records))
+    assert not any(back.superseded.values())
+
+
+def test_a_row_is_held_only_when_all_its_requests_were_taken(database: str, tmp_path: Path) -> None:
+    config, run = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)), run_info(tmp_path)
+    records = rows(range(2), [f"x{i}" for i in range(700)])
+    backend: Any = config.build()
+    backend.open(run)
+    log_batch, calls = backend._run.client.log_batch, []
+
+    def second_fails(*given: Any, metrics: Any = (), **more: Any) -> None:
+        calls.extend([1] if metrics else [])
+        if len(calls) == 2:
+            raise ConnectionResetError
+        log_batch(*given, metrics=metrics, **more)
+
+    backend._run.client.log_batch = second_fails
+    with pytest.raises(RetryLater):
+        backend.write(records, timeout=30)
+    assert TestDatabase().ship(config, run, records, None) == 0, "the second row was cut by the request's limit"
+    TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(records))
+
+
 # -- the run
 
 
