@@ -1,36 +1,64 @@
 """The one detector behind every alarm: a robust band around each series, all series at once.
 
-Per series it keeps a level with a slope (Holt's linear smoothing), a scale and a tail quantile, each learned from
-clipped residuals (Huber's psi), so that one outlier moves nothing far. With ``u = (x - level - slope) / scale``:
+Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scale`` and ``psi = clip(u, -c, c)``:
 
-    level += slope + a * scale * clip(u, -c, c)        a = max(level_gain, 1 / seen)
-    slope += b * scale * clip(u, -c, c)
-    scale *= sqrt(1 + g * (clip(u)^2 / rho - 1))       rho = E[clip(Z)^2] for Z ~ N(0, 1)
-    tail  += h * (1[u > tail] - 2%)                    the 98% quantile of u; 2.05 for Gaussian noise
+    level    += slope + a * scale * psi          slope += b * scale * psi          (Holt's smoothing, Huber's psi)
+    calm     += d * scale * psi_calm             a slower level, steadier where the series is stationary
+    expected  = calm, but no further than `calm_band` sigmas from level + slope
+    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))
+    tail     += h * ((min(u, 7) - 2)+ - tail)    mean excess over two sigmas; Gaussian noise has 0.0085
 
-A value is out of band when ``u > threshold * max(1, tail / tail_free)``: a series whose ordinary batches are heavy-tailed
-gets a wider band, learned from values *inside* the band, so a spike never raises the bar for the next one. Out of band
-values teach nothing. Downward excursions are treated alike but are silent: for a loss they are good news.
+A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1))`` with ``t = max(1, tail / tail_free)``: a series whose
+ordinary batches are heavy-tailed gets a wider band. The tail is learned from values *inside* the band, and from the first
+of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach nothing. Excursions below
+the band are silent, and the band follows after `accept_below` values: for everything we judge, less is good news.
 
-An excursion that settles (its fast and slow averages agree to within the noise) for `accept_after` values is a lasting new
-level: the band moves there and says "shift" once. One that never settles is accepted after `patience` values as well.
+An excursion that stays settled (its fast and slow averages agree to within the noise) for `accept_after` values is a lasting
+new level: the band moves there and says "shift" once. One that never settles is accepted after `patience` values.
+
+Slow rises that never leave the band are found by two `Lean` statistics, over some 15 and, for the run-level series, some
+100 values.
+
+Sources: Huber, Robust Statistics (1981), for psi and the scale equation; Holt (1957; Int. J. Forecasting 20, 2004) for level
+and slope; Gelper, Fried, Croux, "Robust forecasting with exponential and Holt-Winters smoothing" (2010) for joining them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors.base import BoolArray, FloatArray, IntArray, Verdict
+from trackbridge.detectors.lean import Lean
+from trackbridge.detectors.state import SeriesState
+from trackbridge.detectors.units import Units, is_global_gradient, is_loss
 
-TAIL = 0.98
-_GAUSS_TAIL = 2.0537  # 98% quantile of the standard normal distribution
-_FLOATS = ("level", "slope", "scale", "tail", "fast", "slow")
-_INTS = ("seen", "run", "onset", "last_out")
+_TAIL_CAP = 7.0
+_TAIL_PRIOR = 0.02  # a new series is taken for mildly heavy-tailed until `_TAIL_START` values have spoken
+_TAIL_START = 200
+_YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The gains, chosen on real curves by cross-validation over families (docs/detection.md); not a user's business."""
+
+    level_gain: float = 0.2
+    slope_gain: float = 0.005
+    calm_gain: float = 0.05
+    calm_band: float = 0.3
+    scale_gain: float = 1 / 45
+    clip: float = 2.0
+    tail_gain: float = 1 / 800
+    tail_free: float = 0.0125
+    tail_span: float = 2.7
+    accept_below: int = 5
+    settled: float = 1.0
 
 
 def clipped_second_moment(c: float) -> float:
@@ -39,157 +67,203 @@ def clipped_second_moment(c: float) -> float:
     return inside + c * c * math.erfc(c / math.sqrt(2))
 
 
-def logarithmic(name: str) -> bool:
-    """True for norms, ratios and maxima: positive, multiplicative noise, judged on their logarithm."""
-    return name.endswith(("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max"))
+class BandDetector(SeriesState):
+    """See the module's docstring. Memory does not grow with steps."""
 
-
-class BandDetector:
-    """See the module's docstring. State is one array per quantity, shape (n,); memory does not grow with steps."""
-
-    def __init__(self, settings: DetectionConfig | None = None) -> None:
-        self.settings = settings or DetectionConfig()
-        self.series: tuple[str, ...] = ()
-        self._where: dict[str, int] = {}
-        self._rho = clipped_second_moment(self.settings.clip)
-        for name in _FLOATS:
-            setattr(self, name, np.zeros(0))
-        for name in _INTS:
-            setattr(self, name, np.zeros(0, np.int64))
-        self._loaded: dict[str, dict[str, float]] = {}
-
+    FIRST: ClassVar[dict[str, float | int | bool]] = {
+        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
+        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "hot": False,
+    }  # fmt: skip
     level: FloatArray
     slope: FloatArray
+    calm: FloatArray
     scale: FloatArray
     tail: FloatArray
-    fast: FloatArray
+    fast: FloatArray  # averages over the present excursion
     slow: FloatArray
-    seen: IntArray
+    seen: IntArray  # finite values so far
     run: IntArray  # length of the present excursion; negative: below the band
-    onset: IntArray  # step at which the present or latest excursion above the band began
-    last_out: IntArray  # latest step above the band, -1: never
-    settled: BoolArray  # of the latest accepted excursion: did it settle, or was patience exhausted?
+    still: IntArray  # latest values of it, in a row, that were settled
+    onset: IntArray  # step at which the present or latest excursion above the band, or drift, began
+    last_out: IntArray  # latest step above the band or in a drift; -1: never
+    hot: BoolArray  # the latest value was above two sigmas
+
+    def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
+        super().__init__()
+        self.settings = cfg = settings or DetectionConfig()
+        self.tuning = tuning or Tuning()
+        self._moment = clipped_second_moment(self.tuning.clip)
+        self.drift = Lean(0.15, 0.015, 0.01, 100, cfg.drift_threshold)
+        self.slow_drift = Lean(0.02, 0.002, 0.005, 1000, cfg.slow_drift_threshold)
+        self.units = Units((), cfg)
+        self.heads: IntArray = np.zeros(0, np.int64)
+        self.settled: BoolArray = np.zeros(0, bool)  # of the latest accepted excursion: settled, or out of patience?
 
     def bind(self, series: Sequence[str]) -> None:
-        """Set the columns. Series known from before (or from a loaded state) keep their state; new ones start empty."""
-        old = {name: i for i, name in enumerate(self.series)}
-        self.series = tuple(series)
-        n = len(self.series)
-        if len(set(self.series)) != n:
-            raise ValueError("series names must be unique")
-        kept = [(i, old[name]) for i, name in enumerate(self.series) if name in old]
-        to, src = np.array([i for i, _ in kept], np.int64), np.array([j for _, j in kept], np.int64)
-        for name in (*_FLOATS, *_INTS):
-            before = getattr(self, name)
-            now = np.zeros(n, before.dtype)
-            now[to] = before[src]
-            setattr(self, name, now)
-        fresh = np.ones(n, bool)
-        fresh[to] = False
-        self.tail[fresh] = _GAUSS_TAIL
-        self.last_out[fresh] = -1
-        for i in np.flatnonzero(fresh).tolist():
-            for key, value in self._loaded.pop(self.series[i], {}).items():
-                getattr(self, key)[i] = value
-        self.settled = np.zeros(n, bool)
-        self._log = np.array([logarithmic(name) for name in self.series], bool)
-        self._any_log = bool(self._log.any())
+        super().bind(series)
+        self.units = Units(self.series, self.settings)
+        heads = [i for i, name in enumerate(self.series) if is_loss(name) or is_global_gradient(name)]
+        self.heads = np.array(heads, np.int64)
+        self.drift.bind(self.series)
+        self.slow_drift.bind([self.series[i] for i in heads])
+        self.settled = np.zeros(len(self.series), bool)
 
     def update(self, step: int, values: FloatArray, present: BoolArray) -> list[Verdict]:
         """One step: values (n,) float64, present (n,) bool. Returns a verdict per out-of-band or non-finite series."""
-        cfg = self.settings
+        cfg, tune, units = self.settings, self.tuning, self.units
         finite = np.isfinite(values)
-        broken = present & ~finite
         ok = present & finite
-        x = np.where(ok, values, 0.0)
-        if self._any_log:
-            np.log(np.maximum(x, 1e-30), out=x, where=self._log)
-
-        first = ok & (self.seen == 0)
-        if first.any():
-            self.level[first] = x[first]
-            self.scale[first] = self._floor(x)[first]
-        expected = self.level + np.where(self.run == 0, self.slope, 0.0)
-        error = x - expected
-        scale = np.maximum(self.scale, self._floor(expected))
-        u = error / scale
-        ready = self.seen >= cfg.warmup
-        bar = cfg.threshold * np.maximum(1.0, self.tail / cfg.tail_free)
-        inside = np.where(self.run == 0, bar, np.minimum(bar, cfg.release))
-        above = ok & ready & (u > np.where(self.run > 0, inside, bar))
-        below = ok & ready & (u < -np.where(self.run < 0, inside, bar))
+        x = units.judged(values, ok)
+        seen = self.seen
+        if seen.size and not seen.all():
+            self._begin(ok & (seen == 0), x)
+        ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
+        scale = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
+        play = tune.calm_band * scale
+        expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
+        u = (x - expected) / scale
+        weight = np.maximum(self.tail, tune.tail_free)
+        factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
+        above, below = self._outside(u, units.bar * factor, ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
         verdicts = [
-            Verdict(i, "nonfinite", step, step, float(values[i]), float(self._back(expected, i)), math.inf)
-            for i in np.flatnonzero(broken).tolist()
+            Verdict(i, "nonfinite", step, step, float(values[i]), self.expected(i), math.inf)
+            for i in np.flatnonzero(present & ~finite).tolist()
         ]
-        self._learn(learn, u, scale)
+        young = np.reciprocal(seen.astype(np.float64) + 1.0)
+        self._learn(x, u, ahead, scale, learn, young)
         if above.any() or below.any() or self.run.any():
             verdicts += self._excursions(step, x, u, expected, scale, ok, above, below)
-        self.seen += ok
+        verdicts += self._drifts(step, x, scale, learn, young, factor)
+        self.seen = seen + ok
         return verdicts
 
-    def _floor(self, level: FloatArray) -> FloatArray:
-        cfg = self.settings
-        floor = cfg.floor * np.abs(level) + 1e-12
-        return np.where(self._log, cfg.log_floor, floor) if self._any_log else floor
+    def _begin(self, first: BoolArray, x: FloatArray) -> None:
+        """Take the first value of a series as its level."""
+        if not first.any():
+            return
+        for state in (self.level, self.calm, self.drift.base):
+            state[first] = x[first]
+        head = first[self.heads]
+        self.slow_drift.base[head] = x[self.heads][head]
 
-    def _learn(self, learn: BoolArray, u: FloatArray, scale: FloatArray) -> None:
-        cfg = self.settings
-        seen = self.seen
-        young = 1.0 / (seen + 1.0)
-        # The first difference sets the scale; before `warmup` the clip is wide so that a bad start is forgotten.
-        second = learn & (seen == 1)
-        if second.any():
+    def _outside(self, u: FloatArray, bar: FloatArray, ready: BoolArray) -> tuple[BoolArray, BoolArray]:
+        """Where a value is above and below its band; an excursion under way ends only below `release`."""
+        above, below = u > bar, u < -bar
+        if self.run.any():
+            release = np.minimum(self.settings.release, bar)
+            above |= (self.run > 0) & (u > release)
+            below |= (self.run < 0) & (u < -release)
+        return above & ready, below & ready
+
+    def _learn(
+        self, x: FloatArray, u: FloatArray, ahead: FloatArray, scale: FloatArray, learn: BoolArray, young: FloatArray
+    ) -> None:
+        tune = self.tuning
+        gate = learn.astype(float)
+        second = learn & (self.seen == 1)
+        if second.any():  # the first difference sets the scale
             scale = np.where(second, np.maximum(np.abs(u) * scale / math.sqrt(2), scale), scale)
             u = np.where(second, np.sign(u), u)
-        step = scale * np.clip(u, -cfg.clip, cfg.clip)
-        clipped = np.minimum(u * u, cfg.clip**2)
-        gain = np.maximum(cfg.scale_gain, 2.0 * young)
-        grown = scale * np.sqrt(np.maximum(1.0 + gain * (clipped / self._rho - 1.0), 0.25))
-        moved = self.level + self.slope + np.maximum(cfg.level_gain, young) * step
-        self.level = np.where(learn, moved, self.level)
-        self.slope = np.where(learn, self.slope + cfg.slope_gain * step, self.slope)
-        self.scale = np.where(learn & (seen > 0), grown, self.scale)
-        rise = np.where(u > self.tail, TAIL, TAIL - 1.0)
-        self.tail = np.where(learn & (seen >= cfg.warmup), np.maximum(self.tail + cfg.tail_gain * rise, 1.0), self.tail)
+        reach = tune.clip * scale
+        move = np.minimum(np.maximum(x - ahead, -reach), reach) * gate
+        calm = np.minimum(np.maximum(x - self.calm, -reach), reach) * gate
+        self.level += gate * self.slope + np.maximum(tune.level_gain, young) * move
+        self.slope += tune.slope_gain * move
+        self.calm += np.maximum(tune.calm_gain, young) * calm
+        square = np.minimum(u * u, tune.clip**2) / self._moment - 1.0
+        gain = np.minimum(np.maximum(tune.scale_gain, _YOUNG_SCALE * young), 0.5)
+        grown = scale * np.sqrt(np.maximum(1.0 + gain * square, 0.25))
+        self.scale += gate * (self.seen > 0) * (grown - self.scale)
+
+        warm = self.seen >= self.settings.warmup
+        over = u > 2.0
+        count = learn & warm & ~(over & self.hot)  # of a cluster over two sigmas only the first value counts
+        excess = np.where(over, np.minimum(u, _TAIL_CAP) - 2.0, 0.0)
+        gain = np.maximum(tune.tail_gain, 1.0 / (np.maximum(self.seen - self.settings.warmup, 0) + _TAIL_START))
+        self.tail += count * gain * (excess - self.tail)
+        self.hot = np.where(learn, over, self.hot)
 
     def _excursions(
         self, step: int, x: FloatArray, u: FloatArray, expected: FloatArray, scale: FloatArray, ok: BoolArray,
         above: BoolArray, below: BoolArray,
     ) -> list[Verdict]:  # fmt: skip
-        cfg = self.settings
+        cfg, tune = self.settings, self.tuning
+        out = above | below
         before = self.run
         run = np.where(above, np.maximum(before, 0) + 1, np.where(below, np.minimum(before, 0) - 1, np.where(ok, 0, before)))
-        started = (np.abs(run) == 1) & (above | below)
-        self.fast = np.where(started, x, np.where(above | below, self.fast + 0.3 * (x - self.fast), self.fast))
-        self.slow = np.where(started, x, np.where(above | below, self.slow + 0.1 * (x - self.slow), self.slow))
-        self.onset = np.where(started & above, step, self.onset)
+        length = np.abs(run)
+        fresh = out & (length == 1)
+        self.fast = np.where(fresh, x, np.where(out, self.fast + 0.3 * (x - self.fast), self.fast))
+        self.slow = np.where(fresh, x, np.where(out, self.slow + 0.1 * (x - self.slow), self.slow))
+        self.onset = np.where(fresh & above, step, self.onset)
         self.last_out = np.where(above, step, self.last_out)
-        long_enough = np.where(run > 0, cfg.accept_after, cfg.accept_below)
-        self.settled = (np.abs(run) >= long_enough) & (np.abs(self.fast - self.slow) < cfg.settled * scale)
-        accept = (above | below) & (self.settled | (np.abs(run) >= cfg.patience))
+        agree = out & (np.abs(self.fast - self.slow) < tune.settled * scale)
+        self.still = np.where(agree, np.where(fresh, 1, self.still + 1), np.where(ok, 0, self.still))
+        self.settled = np.where(run > 0, self.still >= cfg.accept_after, length >= tune.accept_below) & out
+        accept = self.settled | (out & (length >= cfg.patience))
         verdicts = [
             Verdict(
-                i, "shift" if accept[i] else "spike", step, int(self.onset[i]), float(self._back(x, i)),
-                float(self._back(expected, i)), float(u[i]),
+                i, "shift" if accept[i] else "spike", step, int(self.onset[i]), self.units.plain(float(x[i]), i),
+                self.units.plain(float(expected[i]), i), float(u[i]),
             )
             for i in np.flatnonzero(above).tolist()
         ]  # fmt: skip
         if accept.any():
             self.level = np.where(accept, self.fast, self.level)
+            self.calm = np.where(accept, self.fast, self.calm)
             self.slope = np.where(accept, 0.0, self.slope)
+            self.drift.move(accept, self.fast)
+            raised = (accept & above)[self.heads]
+            self.slow_drift.move(raised, self.fast[self.heads])
         self.run = np.where(accept, 0, run)
         return verdicts
 
-    def _back(self, values: FloatArray, i: int) -> float:
-        """`values[i]` in the series' own unit."""
-        return math.exp(min(values[i], 700.0)) if self._log[i] else float(values[i])
+    def _drifts(
+        self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, young: FloatArray, factor: FloatArray
+    ) -> list[Verdict]:
+        units, heads = self.units, self.heads
+        size = np.abs(self.drift.base)
+        material = units.material + units.material_share * size
+        # A series that fell to a new level and creeps up below its former one is still doing better than before.
+        material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
+        eligible = units.drifts & (self.seen >= self.drift.warmup)
+        widened = np.sqrt(factor)
+        begun = self.drift.update(step, x, scale, learn, young, eligible, widened, material)
+        slow = self.slow_drift.update(
+            step, x[heads], scale[heads], learn[heads], young[heads], self.seen[heads] >= self.slow_drift.warmup,
+            widened[heads], material[heads],
+        )  # fmt: skip
+        moving = self.drifting()
+        if not moving.any():
+            return []
+        self.last_out = np.where(moving & learn, step, self.last_out)
+        found = {i: (self.drift, i) for i in np.flatnonzero(begun).tolist()}
+        found.update({int(heads[k]): (self.slow_drift, k) for k in np.flatnonzero(slow).tolist() if int(heads[k]) not in found})
+        verdicts = []
+        for i, (lean, k) in sorted(found.items()):
+            self.onset[i] = since = min(int(lean.since[k]), step)
+            base = units.plain(float(lean.base[k]), i)
+            verdicts.append(Verdict(i, "drift", step, since, units.plain(float(x[i]), i), base, float(lean.z[k])))
+        return verdicts
+
+    def drifting(self) -> BoolArray:
+        """Series in a drift, shape (n,)."""
+        moving: BoolArray = self.drift.on.copy()
+        moving[self.heads] |= self.slow_drift.on
+        return moving
+
+    def stayed(self) -> BoolArray:
+        """Series whose drift ended at the latest step without coming back to where it began, shape (n,)."""
+        up: BoolArray = np.zeros(len(self.series), bool)
+        up |= self.drift.ended & ~self.drift.returned
+        up[self.heads] |= self.slow_drift.ended & ~self.slow_drift.returned
+        return up
 
     def expected(self, index: int) -> float:
-        """The value expected next of one series, in its own unit."""
-        return self._back(self.level + self.slope, index)
+        """The level of one series in its own unit; 0 before its first value."""
+        return self.units.plain(float(self.level[index]), index) if self.seen[index] else 0.0
 
     def relearn(self) -> None:
         """Learn all bands anew from what is known: half a warm-up without alarms, then as usual."""
@@ -197,15 +271,10 @@ class BandDetector:
         self.run = np.zeros_like(self.run)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"version": 1, "series": list(self.series)}
-        for name in (*_FLOATS, *_INTS):
-            state[name] = getattr(self, name).tolist()
-        return state
+        state = super().state_dict()
+        return {**state, "drift": self.drift.state_dict(), "slow_drift": self.slow_drift.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = (*_FLOATS, *_INTS)
-        self._loaded = {series: {name: state[name][i] for name in names} for i, series in enumerate(state["series"])}
-        bound, self.series = self.series, ()
-        for name in names:
-            setattr(self, name, getattr(self, name)[:0])
-        self.bind(bound or tuple(state["series"]))
+        self.drift.load_state_dict(state["drift"])
+        self.slow_drift.load_state_dict(state["slow_drift"])
+        super().load_state_dict(state)

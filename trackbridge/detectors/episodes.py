@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,44 +34,60 @@ def stage(series: str) -> int:
 
 @dataclass
 class Episode:
-    """An event under way. `members` maps each series that left its band to the step it did so."""
+    """An event under way. `members` maps each series that left its band to (step, stage, place): when it did so, and its
+    order within one step. `quiet` counts values back in the band, `quiet_since` is the step of the first of them."""
 
     anomaly: Anomaly
-    members: dict[str, int] = field(default_factory=dict)
-    order: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    members: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     quiet: int = 0
     quiet_since: int = -1
-    settled: bool = False
+    told: int = 0
 
-    def join(self, series: str, step: int, position: int) -> None:
-        """Note that `series` left its band at `step`; `position` is its place in the model's own order."""
-        if series not in self.members:
-            self.members[series] = step
-            rank = stage(series)
-            self.order[series] = (step, rank, -position if rank == 2 else position)
+    def join(self, entries: Iterable[tuple[str, int, int]]) -> None:
+        """Note (series, step it left its band, its place in the model's order). Gradients are made in reverse order."""
+        for series, step, place in entries:
+            if series not in self.members:
+                rank = stage(series)
+                self.members[series] = (step, rank, -place if rank == 2 else place)
 
     def cascade(self) -> tuple[tuple[str, int], ...]:
         """(series, step) in the order in which the step computes them: forward order, then loss, then backward order."""
-        ordered = sorted(self.members, key=lambda name: self.order[name])
-        return tuple((name, self.members[name]) for name in ordered[:CASCADE])
+        ordered = sorted(self.members.items(), key=lambda item: (item[1], item[0]))
+        return tuple((name, place[0]) for name, place in ordered[:CASCADE])
 
     def refreshed(self, **changes: Any) -> Anomaly:
+        """The anomaly as it is now known."""
         cascade = self.cascade()
+        self.told = len(self.members)
         self.anomaly = self.anomaly.updated(cascade=cascade, first_mover=cascade[0] if cascade else None, **changes)
         return self.anomaly
 
+    def peak(self, value: float, expected: float, score: float, series: str | None = None) -> bool:
+        """Take over a worse value, or that of a series that matters more. True if it was taken."""
+        a = self.anomaly
+        if series is None and score <= a.score:
+            return False
+        self.anomaly = a.updated(
+            series=series or a.series, value=value, expected=expected, score=score, severity=severity(a.kind, score)
+        )
+        return True
+
     def state(self) -> dict[str, Any]:
+        """JSON-able. Non-finite numbers are written as strings."""
         plain = asdict(self)
-        del plain["anomaly"]["hypotheses"]
+        a = plain["anomaly"]
+        del a["hypotheses"]
+        for key in ("value", "expected", "score"):
+            a[key] = a[key] if math.isfinite(a[key]) else str(a[key])
         return plain
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Episode:
-        given = dict(state["anomaly"])
+        a = dict(state["anomaly"])
         for key in ("value", "expected", "score"):
-            given[key] = float(given[key])
-        given["cascade"] = tuple((name, step) for name, step in given["cascade"])
-        given["first_mover"] = tuple(given["first_mover"]) if given["first_mover"] else None
-        given["ranks"], given["notes"] = tuple(given["ranks"]), tuple(given["notes"])
-        order = {name: (a, b, c) for name, (a, b, c) in state["order"].items()}
-        return cls(Anomaly(**given), dict(state["members"]), order, state["quiet"], state["quiet_since"], state["settled"])
+            a[key] = float(a[key])
+        a["cascade"] = tuple((name, step) for name, step in a["cascade"])
+        a["first_mover"] = tuple(a["first_mover"]) if a["first_mover"] else None
+        a["ranks"], a["notes"] = tuple(a["ranks"]), tuple(a["notes"])
+        members = {name: (step, rank, place) for name, (step, rank, place) in state["members"].items()}
+        return cls(Anomaly(**a), members, state["quiet"], state["quiet_since"], state["told"])

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trackbridge.config import DetectionConfig
-from trackbridge.detectors.band import BandDetector
+from trackbridge.detectors import nonfinite
+from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, IntArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
+from trackbridge.detectors.periodic import Periods
+from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row, Schema
 
 _WIDE = ("/grad_norm", "/kurtosis", "/update_ratio")
-_COUNTS = ("/grad_nonfinite", "/nonfinite")
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
-
-
-def run_level(name: str) -> bool:
-    """True for the series that can raise an anomaly by themselves."""
-    return name == "train/loss" or name.startswith("train/loss/") or name in ("grad/norm", "grad/norm_clipped")
+_SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
+_AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
 def tracked(name: str) -> bool:
-    return run_level(name) or (name.startswith(("layer/", "act/")) and name.endswith(_WIDE))
+    """True for the series that have a band: those that raise anomalies, and per-layer ones that explain them."""
+    return is_loss(name) or is_global_gradient(name) or (name.startswith(("layer/", "act/")) and name.endswith(_WIDE))
 
 
 @dataclass(slots=True)
@@ -36,29 +35,36 @@ class _Plan:
     columns: IntArray  # places in the row of the tracked series
     positions: IntArray  # their columns in the detector
     counts: IntArray  # places of the non-finite counters
+    losses: IntArray
     skipped: int  # place of optim/skipped, or -1
-    amp_safe: IntArray  # places that must be finite even in a step the scaler skipped
 
 
 class Watch:
-    """Detection over the rows of one run. `update` is called with every step row in order."""
+    """Detection over the rows of one run. `update` is called with every step row in order.
 
-    def __init__(self, settings: DetectionConfig | None = None) -> None:
+    At most three episodes are open at a time: a non-finite one, an excursion (spike, shift, divergence) and a drift."""
+
+    def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
         self.settings = settings or DetectionConfig()
-        self.detector = BandDetector(self.settings)
+        self.detector = BandDetector(self.settings, tuning)
         self.amp_skips = 0
         self._plans: dict[int, _Plan] = {}
-        self._heads: list[int] = []
         self._open: dict[str, Episode] = {}
+        self._periods = Periods()
+        self._groups: dict[str, Anomaly] = {}
         self._skipped = -1.0
+        self._told_skips: set[int] = set()
         self._resumed = -1
-        self._buffers()
+        self._columns()
 
     def note(self, event: str, step: int) -> None:
-        """Tell of a known regime change. "resume": later anomalies carry ``after_resume`` for a while. "lr_restart",
-        "epoch", "batch_size", "sequence_length": the bands learn anew for a few steps and stay silent meanwhile."""
+        """Tell of a known regime change. "resume": later anomalies carry ``after_resume`` for a while. "amp_skip": the
+        gradients of `step` mean nothing. "lr_restart", "epoch", "batch_size", "sequence_length": the bands learn anew for
+        a few steps and stay silent meanwhile. Other events change nothing."""
         if event == "resume":
             self._resumed = step
+        elif event == "amp_skip":
+            self._told_skips.add(step)
         elif event in _REGIME:
             self.detector.relearn()
 
@@ -69,12 +75,12 @@ class Watch:
         plan = self._plans.get(id(row.schema)) or self._plan(row.schema)
         skip = self._amp_skip(row, plan)
         out = self._nonfinite(row, plan, skip)
-        self._values[plan.positions] = row.values[plan.columns]
         self._present[:] = False
         if not skip:
+            self._values[plan.positions] = row.values[plan.columns]
             self._present[plan.positions] = True
-        verdicts = self.detector.update(row.step, self._values, self._present)
-        return out + self._excursion(row, verdicts)
+        verdicts = [v for v in self.detector.update(row.step, self._values, self._present) if v.kind != "nonfinite"]
+        return out + self._continue(row, verdicts) + self._begin(row, verdicts)
 
     def finish(self) -> list[Anomaly]:
         """Close open episodes; they did not recover."""
@@ -85,153 +91,172 @@ class Watch:
     # -- columns ---------------------------------------------------------------------------------------------------
 
     def _plan(self, schema: Schema) -> _Plan:
-        where = {name: i for i, name in enumerate(self.detector.series)}
+        known = set(self.detector.series)
         columns = [i for i, name in enumerate(schema.names) if tracked(name)]
-        new = [schema.names[i] for i in columns if schema.names[i] not in where]
+        new = [schema.names[i] for i in columns if schema.names[i] not in known]
         if new:
             self.detector.bind((*self.detector.series, *new))
-            where = {name: i for i, name in enumerate(self.detector.series)}
-            self._buffers()
-        counts = [
-            i for i, name in enumerate(schema.names)
-            if name == "grad/nonfinite" or (name.startswith(("layer/", "act/")) and name.endswith(_COUNTS))
-        ]  # fmt: skip
+            self._columns()
+        where = {name: i for i, name in enumerate(self.detector.series)}
         plan = _Plan(
             schema,
             np.array(columns, np.int64),
             np.array([where[schema.names[i]] for i in columns], np.int64),
-            np.array(counts, np.int64),
+            nonfinite.counters(schema),
+            nonfinite.losses(schema),
             schema.names.index("optim/skipped") if "optim/skipped" in schema.names else -1,
-            np.array([i for i, name in enumerate(schema.names) if name.startswith("train/loss")], np.int64),
         )
         self._plans[id(schema)] = plan
         return plan
 
-    def _buffers(self) -> None:
+    def _columns(self) -> None:
         series = self.detector.series
         self._values: FloatArray = np.zeros(len(series))
         self._present = np.zeros(len(series), bool)
-        heads = [i for i, name in enumerate(series) if run_level(name)]
-        if "grad/norm" in series and "grad/norm_clipped" in series:
-            heads.remove(series.index("grad/norm_clipped"))
-        self._heads = heads
-        self._is_head = np.zeros(len(series), bool)
-        self._is_head[heads] = True
+        # The norm before clipping says more; the clipped one speaks only where it is alone.
+        silent = "grad/norm_clipped" if "grad/norm" in series else ""
+        self._is_head = np.array(
+            [(is_loss(name) or is_global_gradient(name)) and name != silent for name in series], bool
+        ).reshape(len(series))
 
     def _amp_skip(self, row: Row, plan: _Plan) -> bool:
         """True when the scaler skipped this step: its gradients say nothing about the model."""
-        if plan.skipped < 0:
-            return False
-        now = float(row.values[plan.skipped])
-        skip = now > max(self._skipped, 0.0)
-        self._skipped = now
+        skip = row.step in self._told_skips
+        self._told_skips.discard(row.step)
+        if plan.skipped >= 0:
+            now = float(row.values[plan.skipped])
+            skip |= now > max(self._skipped, 0.0)
+            self._skipped = now
         self.amp_skips += skip
         return skip
 
     # -- non-finite ------------------------------------------------------------------------------------------------
 
     def _nonfinite(self, row: Row, plan: _Plan, skip: bool) -> list[Anomaly]:
-        bad = ~np.isfinite(row.values)
-        bad[plan.counts] |= row.values[plan.counts] > 0
-        if skip:
-            judged = np.zeros(len(bad), bool)
-            judged[plan.amp_safe] = bad[plan.amp_safe]
-            bad = judged
+        bad = nonfinite.broken(row, plan.counts, plan.losses if skip else None)
         episode = self._open.get("nonfinite")
         if not bad.any():
-            if episode is None:
+            if episode is None or skip:
                 return []
             del self._open["nonfinite"]
             return [episode.refreshed(recovered_after=row.step - episode.anomaly.onset)]
-        names = row.schema.names
-        where = np.flatnonzero(bad).tolist()
-        if episode is not None:
-            if row.step > episode.anomaly.step + self.settings.cascade_steps:
-                return []
-            known = len(episode.members)
-            self._join(episode, [(names[i], row.step, i) for i in where])
-            return [episode.refreshed()] if len(episode.members) > known else []
-        head = min(where, key=lambda i: (not run_level(names[i]), i))
-        expected = self._expected(names[head])
-        anomaly = Anomaly(
-            id=f"{row.attempt}-{row.step}-nonfinite", kind="nonfinite", step=row.step, onset=row.step, severity=1.0,
-            series=names[head], value=float(row.values[head]), expected=expected, score=math.inf,
-            attempt=row.attempt, time=row.time, notes=self._notes(row.step),
-        )  # fmt: skip
-        episode = self._open["nonfinite"] = Episode(anomaly)
-        self._precursors(episode, row.step)
-        self._join(episode, [(names[i], row.step, i) for i in where])
-        return [episode.refreshed()]
+        fresh = episode is None
+        if episode is None:
+            episode = self._open["nonfinite"] = nonfinite.begin(row, bad, self._expected, self._notes(row.step))
+            episode.join(self._precursors(row.step))
+        if row.step <= episode.anomaly.step + self.settings.cascade_steps:
+            episode.join((row.schema.names[i], row.step, i) for i in np.flatnonzero(bad).tolist())
+        return [episode.refreshed()] if fresh or len(episode.members) > episode.told else []
 
     def _expected(self, name: str) -> float:
-        """What `name` was expected to be; 0 for counters and for series without history."""
-        if name in self.detector.series:
-            index = self.detector.series.index(name)
-            if self.detector.seen[index]:
-                return self.detector.expected(index)
-        return 0.0
+        """The level of a tracked series, 0 for others: counters should be 0."""
+        series = self.detector.series
+        return self.detector.expected(series.index(name)) if name in series else 0.0
 
-    # -- excursions ------------------------------------------------------------------------------------------------
+    # -- excursions and drifts -------------------------------------------------------------------------------------
 
-    def _excursion(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
-        out = [v for v in verdicts if v.kind != "nonfinite"]
-        heads = [v for v in out if self._is_head[v.index]]
-        episode = self._open.get("excursion")
-        if episode is None:
-            if not heads:
-                return []
-            lead = max(heads, key=lambda v: v.score)
-            name = self.detector.series[lead.index]
-            anomaly = Anomaly(
-                id=f"{row.attempt}-{row.step}-{lead.kind}", kind=lead.kind, step=row.step, onset=lead.onset,
-                severity=severity(lead.kind, lead.score), series=name, value=lead.value, expected=lead.expected,
-                score=lead.score, attempt=row.attempt, time=row.time, notes=self._notes(row.step),
-            )  # fmt: skip
-            episode = self._open["excursion"] = Episode(anomaly)
-            self._precursors(episode, lead.onset)
-            self._join(episode, [(self.detector.series[v.index], v.onset, v.index) for v in out])
-            return [episode.refreshed()]
-        return self._continue(episode, row, out, heads)
+    def _begin(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
+        heads = [v for v in verdicts if self._is_head[v.index] and v.kind != "shift"]
+        new: dict[str, Verdict] = {}
+        for v in sorted(heads, key=lambda v: (not is_loss(self._name(v)), -v.score)):
+            sudden = v.kind != "drift" or v.step - v.onset <= _SUDDEN
+            new.setdefault("excursion" if sudden else "drift", v)
+        out = []
+        for key, v in new.items():
+            if key in self._open or (key == "drift" and "excursion" in self._open) or self._within_drift(key, v):
+                continue
+            out += self._open_episode(row, key, v, verdicts)
+        return out
 
-    def _continue(self, episode: Episode, row: Row, out: list[Verdict], heads: list[Verdict]) -> list[Anomaly]:
-        anomaly = episode.anomaly
-        changes: dict[str, Any] = {}
-        for v in heads:
-            if self.detector.series[v.index] == anomaly.series and v.score > anomaly.score:
-                changes.update(value=v.value, expected=v.expected, score=v.score, severity=severity(anomaly.kind, v.score))
-                anomaly = anomaly.updated(**changes)
-        if row.step <= anomaly.step + self.settings.cascade_steps:
-            self._join(episode, [(self.detector.series[v.index], v.onset, v.index) for v in out])
-        episode.anomaly = anomaly
-        shift = next((v for v in heads if v.kind == "shift"), None)
-        if shift is not None and self.detector.series[shift.index] == anomaly.series:
-            del self._open["excursion"]
-            kind = "shift" if self.detector.settled[shift.index] else "divergence"
-            return [episode.refreshed(kind=kind, severity=severity(kind, anomaly.score))]
-        if heads or self.detector.run[self._heads].max() > 0:
+    def _within_drift(self, key: str, v: Verdict) -> bool:
+        """True for a jump that is only the noise on top of a drift that has been told."""
+        drift = self._open.get("drift")
+        if key != "excursion" or drift is None or self._name(v) not in drift.members:
+            return False
+        bar = float(self.detector.units.bar[v.index])
+        return v.score < _AGAIN * bar
+
+    def _open_episode(self, row: Row, key: str, v: Verdict, verdicts: list[Verdict]) -> list[Anomaly]:
+        kind = "spike" if key == "excursion" else "drift"
+        first = self._periods.beat(v.onset) if key == "excursion" else None
+        if first is not None and first in self._groups:
+            return self._reopen(self._groups[first])
+        anomaly = Anomaly(
+            id=f"{row.attempt}-{row.step}-{kind}", kind=kind, step=row.step, onset=v.onset,
+            severity=severity(kind, v.score), series=self._name(v), value=v.value, expected=v.expected, score=v.score,
+            attempt=row.attempt, time=row.time, notes=self._notes(row.step),
+        )  # fmt: skip
+        episode = self._open[key] = Episode(anomaly)
+        episode.join(self._precursors(v.onset))
+        episode.join((self._name(w), w.onset, w.index) for w in verdicts)
+        fresh = episode.refreshed()
+        if key == "excursion":
+            self._periods.add(v.onset, fresh.id)
+            self._groups = {id: self._groups[id] for _, id in self._periods.latest if id in self._groups}
+            self._groups[fresh.id] = fresh
+        return [fresh]
+
+    def _reopen(self, group: Anomaly) -> list[Anomaly]:
+        """The next beat of a rhythm: the first beat's anomaly is told again, with the rhythm in its notes."""
+        p = self._periods
+        group = group.updated(notes=(f"periodic: every {p.distance} steps, {p.beats} times",))
+        self._groups = {group.id: group}
+        return [group]
+
+    def _continue(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
+        out = []
+        for key in [key for key in ("excursion", "drift") if key in self._open]:
+            out += self._carry_on(key, self._open[key], row, verdicts)
+        return out
+
+    def _carry_on(self, key: str, episode: Episode, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
+        cfg, d = self.settings, self.detector
+        if row.step <= episode.anomaly.step + cfg.cascade_steps:
+            episode.join((self._name(v), v.onset, v.index) for v in verdicts)
+        changed = False
+        for v in verdicts:
+            name = self._name(v)
+            if name == episode.anomaly.series:
+                episode.peak(v.value, v.expected, v.score)
+            elif is_loss(name) and not is_loss(episode.anomaly.series) and key == "excursion":
+                changed = episode.peak(v.value, v.expected, v.score, name)
+        index = d.series.index(episode.anomaly.series)
+        closing = self._stays(key, episode, index, verdicts)
+        if closing is not None:
+            del self._open[key]
+            return [closing]
+        active = d.drifting() if key == "drift" else (d.run > 0) | (d.drift.on & (d.onset >= episode.anomaly.onset))
+        if (active & self._is_head)[[i for i in np.flatnonzero(self._is_head) if d.series[i] in episode.members]].any():
             episode.quiet = 0
-        else:
-            if episode.quiet == 0:
-                episode.quiet_since = row.step
+        elif self._present[index]:
+            episode.quiet_since = row.step if episode.quiet == 0 else episode.quiet_since
             episode.quiet += 1
-            if episode.quiet >= self.settings.quiet:
-                del self._open["excursion"]
-                return [episode.refreshed(recovered_after=episode.quiet_since - anomaly.onset)]
-        if not episode.settled and row.step >= anomaly.step + self.settings.cascade_steps:
-            episode.settled = True
+            if episode.quiet >= cfg.quiet:
+                del self._open[key]
+                return [episode.refreshed(recovered_after=episode.quiet_since - episode.anomaly.onset)]
+        if changed or (row.step == episode.anomaly.step + cfg.cascade_steps and len(episode.members) > episode.told):
             return [episode.refreshed()]
         return []
 
-    def _precursors(self, episode: Episode, onset: int) -> None:
-        """Series that were out of their band shortly before the onset, and still are or were until just now."""
-        d = self.detector
-        recent = (d.last_out >= onset - 2) & (d.onset >= onset - self.settings.lookback) & (d.onset <= onset)
-        self._join(episode, [(d.series[i], int(d.onset[i]), i) for i in np.flatnonzero(recent & (d.last_out >= 0)).tolist()])
+    def _stays(self, key: str, episode: Episode, index: int, verdicts: list[Verdict]) -> Anomaly | None:
+        """The closing version of an episode that ends at a new level instead of coming back; None if it goes on."""
+        if any(v.index == index and v.kind == "shift" for v in verdicts):
+            kind = "shift" if self.detector.settled[index] else "divergence"
+        elif self.detector.stayed()[index] and not self.detector.run[index]:
+            kind = "shift" if key == "excursion" else "drift"
+        else:
+            return None
+        return episode.refreshed(kind=kind, severity=severity(kind, episode.anomaly.score))
 
-    @staticmethod
-    def _join(episode: Episode, entries: list[tuple[str, int, int]]) -> None:
-        for series, step, position in entries:
-            episode.join(series, step, position)
+    def _precursors(self, onset: int) -> list[tuple[str, int, int]]:
+        """Series that left their band before the onset and were still, or until just now, outside."""
+        d = self.detector
+        outside = (d.last_out >= max(onset - 2, 0)) & (d.onset <= onset)
+        recent = outside & ((d.onset >= onset - self.settings.lookback) | d.drifting())
+        return [(d.series[i], int(d.onset[i]), i) for i in np.flatnonzero(recent).tolist()]
+
+    def _name(self, verdict: Verdict) -> str:
+        return self.detector.series[verdict.index]
 
     def _notes(self, step: int) -> tuple[str, ...]:
         recent = self._resumed >= 0 and step - self._resumed <= self.settings.after_resume
@@ -241,10 +266,13 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; a Watch that loads it continues as if it had never stopped."""
+        groups = {id: Episode(anomaly).state() for id, anomaly in self._groups.items()}
         return {
             "version": 1,
             "detector": self.detector.state_dict(),
             "open": {key: episode.state() for key, episode in self._open.items()},
+            "periods": self._periods.state_dict(),
+            "groups": groups,
             "amp_skips": self.amp_skips,
             "skipped": self._skipped,
             "resumed": self._resumed,
@@ -253,6 +281,8 @@ class Watch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.detector.load_state_dict(state["detector"])
         self._open = {key: Episode.restore(value) for key, value in state["open"].items()}
+        self._periods.load_state_dict(state["periods"])
+        self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._plans.clear()
-        self._buffers()
+        self._columns()

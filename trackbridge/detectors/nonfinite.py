@@ -1,0 +1,60 @@
+"""NaN and Inf as events: in any series of the row, or counted by the probes inside gradients and activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from trackbridge.detectors.base import BoolArray, IntArray
+from trackbridge.detectors.episodes import Episode
+from trackbridge.detectors.units import is_global_gradient, is_loss
+from trackbridge.records import Anomaly, Row, Schema
+
+_COUNTERS = ("/grad_nonfinite", "/nonfinite")
+
+
+def counters(schema: Schema) -> IntArray:
+    """Places of the series that count non-finite elements."""
+    return np.array(
+        [
+            i for i, name in enumerate(schema.names)
+            if name == "grad/nonfinite" or (name.startswith(("layer/", "act/")) and name.endswith(_COUNTERS))
+        ],
+        np.int64,
+    )  # fmt: skip
+
+
+def losses(schema: Schema) -> IntArray:
+    """Places of the losses: what must be finite even in a step whose update a gradient scaler skipped."""
+    return np.array([i for i, name in enumerate(schema.names) if is_loss(name)], np.int64)
+
+
+def broken(row: Row, counts: IntArray, only: IntArray | None) -> BoolArray:
+    """Which series of the row are non-finite or count non-finite elements; only those at `only`, if given."""
+    bad = ~np.isfinite(row.values)
+    if counts.size:
+        bad[counts] |= row.values[counts] > 0
+    if only is not None:
+        kept = np.zeros_like(bad)
+        kept[only] = bad[only]
+        return kept
+    return bad
+
+
+def begin(row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tuple[str, ...]) -> Episode:
+    """The event that starts with this row. It is named after the loss if that is affected, else the gradient norm, else the
+    first series affected in the order of the row."""
+    names = row.schema.names
+
+    def rank(i: int) -> tuple[int, int]:
+        return (0 if is_loss(names[i]) else 1 if is_global_gradient(names[i]) else 2, i)
+
+    head = min(np.flatnonzero(bad).tolist(), key=rank)
+    anomaly = Anomaly(
+        id=f"{row.attempt}-{row.step}-nonfinite", kind="nonfinite", step=row.step, onset=row.step, severity=1.0,
+        series=names[head], value=float(row.values[head]), expected=expected(names[head]), score=math.inf,
+        attempt=row.attempt, time=row.time, notes=notes,
+    )  # fmt: skip
+    return Episode(anomaly)

@@ -1,0 +1,68 @@
+"""In which unit a series is judged, and with which bar.
+
+Norms, ratios and maxima vary by factors, so they are judged on their logarithm; excess kurtosis likewise, after adding
+the 3 that makes it positive. A loss is judged as it is: its noise is additive and it may be negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from trackbridge.config import DetectionConfig
+from trackbridge.detectors.base import BoolArray, FloatArray
+
+_FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
+_LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
+
+
+def by_factor(name: str) -> bool:
+    """True for series that are judged on their logarithm."""
+    return name.endswith((*_FACTORS, "/kurtosis"))
+
+
+def is_loss(name: str) -> bool:
+    return name == "train/loss" or name.startswith("train/loss/")
+
+
+def is_global_gradient(name: str) -> bool:
+    return name in ("grad/norm", "grad/norm_clipped")
+
+
+class Units:
+    """Per-series unit, least scale and bar, as vectors over the bound series."""
+
+    def __init__(self, series: Sequence[str], settings: DetectionConfig) -> None:
+        n = len(series)
+        self.log: BoolArray = np.array([by_factor(name) for name in series], bool).reshape(n)
+        self.offset: FloatArray = np.array([3.0 * name.endswith("/kurtosis") for name in series]).reshape(n)
+        self.any_log = bool(self.log.any())
+        self.any_offset = bool(self.offset.any())
+        self.relative_floor: FloatArray = np.where(self.log, 0.0, settings.floor)
+        self.fixed_floor: FloatArray = np.where(self.log, settings.log_floor, 1e-12)
+        self.material: FloatArray = np.where(self.log, settings.log_drift, 0.0)
+        self.material_share: FloatArray = np.where(self.log, 0.0, settings.least_drift)
+        bars = [
+            settings.threshold if is_loss(name) else settings.grad_threshold if is_global_gradient(name)
+            else settings.layer_threshold
+            for name in series
+        ]  # fmt: skip
+        self.bar: FloatArray = np.array(bars, float).reshape(n)
+        # The size of an update follows the learning rate, so it drifts by design.
+        self.drifts: BoolArray = np.array([not name.endswith("_ratio") for name in series], bool).reshape(n)
+
+    def judged(self, values: FloatArray, ok: BoolArray) -> FloatArray:
+        """`values` in the unit of judgement, 0 where not `ok`."""
+        x = np.where(ok, values, 0.0)
+        if self.any_log:
+            if self.any_offset:
+                x += self.offset
+            np.maximum(x, _LEAST, out=x, where=self.log)
+            np.log(x, out=x, where=self.log)
+        return x
+
+    def plain(self, judged: float, index: int) -> float:
+        """A judged number back in the series' own unit."""
+        return math.exp(min(judged, 700.0)) - float(self.offset[index]) if self.log[index] else judged
