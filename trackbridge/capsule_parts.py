@@ -30,7 +30,10 @@ TENSORS = "batches.safetensors"
 
 _ROW_COLUMNS = ("step", "time", "attempt")
 _LAYER_COLUMNS = ("step", "family", "layer")
-_BATCH_COLUMNS = ("step", "micro", "loader", "epoch", "index", "sample_ids", "fingerprint", "tokens", "kept", "why_not_kept")
+_BATCH_COLUMNS = (
+    "step", "micro", "loader", "epoch", "index", "workers", "base_seed", "sample_ids", "fingerprint", "tokens", "kept",
+    "why_not_kept",
+)  # fmt: skip
 
 
 # -- series
@@ -106,7 +109,9 @@ def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-# -- RNG states: "step/<step>/<generator>" before the step, "micro/<step>/<k>/<generator>" after the fetch of micro-batch k
+# -- RNG states: "step/<step>/<generator>" before the step, "micro/<step>/<k>/<generator>" after the fetch of micro-batch k,
+#    "opening/<step>/<k>/<generator>" before the loader's iterator was made, where micro-batch k is the first of an epoch;
+#    the metadata maps a step to the digests (JSON) of torch's generators at its end
 
 
 def write_rng(folder: Path, contexts: Sequence[StepContext]) -> None:
@@ -117,7 +122,10 @@ def write_rng(folder: Path, contexts: Sequence[StepContext]) -> None:
         arrays |= {f"step/{context.step}/{name}": np.ascontiguousarray(a) for name, a in context.rng.items()}
         for k, micro in enumerate(context.micro):
             arrays |= {f"micro/{context.step}/{k}/{name}": np.ascontiguousarray(a) for name, a in (micro.rng or {}).items()}
-    save_file(arrays, folder / RNG)
+            opening = (micro.opening_rng or {}).items()
+            arrays |= {f"opening/{context.step}/{k}/{name}": np.ascontiguousarray(a) for name, a in opening}
+    after = {str(context.step): json.dumps(dict(context.rng_after)) for context in contexts if context.rng_after is not None}
+    save_file(arrays, folder / RNG, metadata=after or None)
 
 
 class RngStates:
@@ -125,7 +133,7 @@ class RngStates:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._names, _ = untrusted.safetensors_header(path)
+        self._names, self._after = untrusted.safetensors_header(path)
         self.steps = sorted({_number(name.split("/")[1], path) for name in self._names if name.startswith("step/")})
 
     def before(self, step: int) -> dict[str, np.ndarray]:
@@ -135,6 +143,15 @@ class RngStates:
     def after_fetch(self, step: int, micro: int) -> dict[str, np.ndarray]:
         """The state after the fetch of micro-batch `micro` of `step`, when that fetch moved it; else empty."""
         return self._under(f"micro/{step}/{micro}/")
+
+    def opening(self, step: int, micro: int) -> dict[str, np.ndarray]:
+        """The state before the loader's iterator was made, when micro-batch `micro` of `step` opened an epoch; else empty."""
+        return self._under(f"opening/{step}/{micro}/")
+
+    def after(self, step: int) -> dict[str, str] | None:
+        """Digests of torch's generators at the end of `step`, by generator; None where they are not known."""
+        text = self._after.get(str(step))
+        return None if text is None else dict(_json(text, self._path.name))
 
     def _under(self, prefix: str) -> dict[str, np.ndarray]:
         return untrusted.read_safetensors(
@@ -156,6 +173,8 @@ def write_batches(folder: Path, contexts: Sequence[StepContext]) -> None:
         "loader": pa.array([m.loader for _, _, m in micros], pa.int64()),
         "epoch": pa.array([m.epoch for _, _, m in micros], pa.int64()),
         "index": pa.array([m.index for _, _, m in micros], pa.int64()),
+        "workers": pa.array([m.workers for _, _, m in micros], pa.int64()),
+        "base_seed": pa.array([m.base_seed for _, _, m in micros], pa.int64()),
         "sample_ids": pa.array([_ids(m) for _, _, m in micros], pa.string()),
         "fingerprint": pa.array([m.fingerprint for _, _, m in micros], pa.string()),
         "tokens": pa.array([dumps(dict(m.tokens)) for _, _, m in micros], pa.string()),
@@ -235,6 +254,9 @@ class Batches(Mapping[int, tuple[MicroBatch, ...]]):
             skeleton=skeleton,
             tensors=tensors,
             why_no_tensors=_text(row["why_not_kept"]),
+            workers=_optional(row["workers"]),
+            base_seed=_optional(row["base_seed"]),
+            opening_rng=self._rng.opening(step, k) or None,
         )
 
 

@@ -53,7 +53,7 @@ def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) 
     Of a step that was run twice in one attempt the newer one counts. Raises `CapsuleError` if nothing is left to seal.
     """
     ranks = directory.ranks()
-    kept = [step for rank in ranks for step in snapshots(directory, rank, anomaly.attempt) if step <= anomaly.onset]
+    kept = [step for rank in ranks for step in snapshots(directory, rank, anomaly.attempt)[0] if step <= anomaly.onset]
     steps = range(min([_wanted(anomaly, recorder), *kept]), anomaly.step + recorder.after + 1)
     records = []
     for rank in ranks:
@@ -83,31 +83,38 @@ def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, 
     wanted = _wanted(anomaly, recorder)
     recorded = sorted(records[0].rows)
     last = min(recorded[-1], anomaly.step + recorder.after)
-    kept = {record.rank: snapshots(directory, record.rank, anomaly.attempt) for record in records}
+    kept: dict[int, dict[int, Path]] = {}
+    why = None
+    for record in records:
+        kept[record.rank], refused = snapshots(directory, record.rank, anomaly.attempt)
+        why = why or next(iter(refused), None)
     common = set.intersection(*(set(found) for found in kept.values()))
     candidates = sorted((step for step in common if step <= wanted), reverse=True)
     candidates += sorted(step for step in common if wanted < step <= anomaly.onset)
-    why = None
     for start in candidates:
         if all(step in record.contexts and step in record.rows for record in records for step in range(start, last + 1)):
             return Window(start, last, {rank: found[start] for rank, found in kept.items()})
         why = why or f"the steps from the one kept before step {start} on are no longer all in the context ring"
-    if not candidates:
-        off = recorder.snapshot_every == 0
-        why = "recorder.snapshot_every is 0" if off else f"none was kept at or before step {anomaly.onset}"
-    return Window(max(wanted, recorded[0]), last, why_no_snapshot=why)
+    if recorder.snapshot_every == 0:
+        why = "recorder.snapshot_every is 0"
+    return Window(max(wanted, recorded[0]), last, why_no_snapshot=why or f"none was kept at or before step {anomaly.onset}")
 
 
-def snapshots(directory: RunDirectory, rank: int, attempt: int) -> dict[int, Path]:
-    """Complete snapshots of `attempt` on disk, by the step they come before."""
-    found = {}
-    for folder in directory.snapshots(rank).glob("step-*"):
+def snapshots(directory: RunDirectory, rank: int, attempt: int) -> tuple[dict[int, Path], list[str]]:
+    """Snapshots of `attempt` on disk, by the step they come before, and why others are of no use."""
+    found: dict[int, Path] = {}
+    refused: list[str] = []
+    for folder in sorted(directory.snapshots(rank).glob("step-*")):
         state = folder / "state.json"
         if folder.name[5:].isdecimal() and state.is_file():
             metadata = json.loads(state.read_text(encoding="utf-8")).get("metadata", {})
-            if metadata.get("attempt", attempt) == attempt:
+            if metadata.get("attempt", attempt) != attempt:
+                continue
+            for part, why in metadata.get("missing", {}).items():
+                refused.append(f"{part} could not be stored ({why})")
+            if not metadata.get("missing"):
                 found[int(folder.name[5:])] = folder
-    return found
+    return found, refused
 
 
 def tier(records: Sequence[RankRecord], window: Window, *, tensors: bool) -> Tier:
@@ -139,9 +146,15 @@ def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> I
         gone = [step for step in window.steps if step not in record.rows]
         if gone:
             yield f"rows{of} of steps {spans(gone)}: a replay has nothing to compare these steps with"
-        gone = [step for step in window.steps if step not in record.contexts]
+        gone = [step for step in window.steps if step not in record.contexts or not record.contexts[step].rng]
         if gone:
-            yield f"RNG states and batches{of} of steps {spans(gone)}: a replay cannot run these steps"
+            yield f"random state{of} before steps {spans(gone)}: a replay cannot run these steps"
+        notes: dict[str, list[int]] = {}
+        for step, context in record.contexts.items():
+            for note in context.notes:
+                notes.setdefault(note, []).append(step)
+        for note, steps in notes.items():
+            yield f"steps {spans(steps)}{of}: {note}"
         bare = [step for step, context in record.contexts.items() if not context.micro]
         if bare:
             yield (

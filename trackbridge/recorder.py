@@ -84,6 +84,7 @@ class RawContext:
     micros: tuple[RawMicro, ...]
     notes: tuple[str, ...]
     nbytes: int = 0  # about what this holds in memory
+    after: RngState | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +115,6 @@ class Recorder:
         rank: int,
         *,
         attempt: int,
-        start_step: int = 0,
         strict: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -128,7 +128,7 @@ class Recorder:
         self._part = Part("the recorder's forward hook", strict=strict)
         self._paused = 0
         self._pid = os.getpid()
-        self._next = start_step
+        self._next = 0  # a guess, until a step is closed
         self._open = _Open(config.batch_bytes)
         self._before: RngState | None = None
         self._opening: RngState | None = None
@@ -167,6 +167,10 @@ class Recorder:
 
     def pause(self) -> None:
         """Evaluation: nothing starts, nothing is recorded until `resume`. Nests."""
+        if not self._paused and not self._open.fresh and self._before is None and not hostcopy.capturing():
+            self._before = (
+                self._capture()
+            )  # what the pause draws, a replay of the step does not: the next fetch makes up for it
         self._paused += 1
 
     def resume(self) -> None:
@@ -185,7 +189,7 @@ class Recorder:
         elif self._open.fresh:
             self._snapshot()
         else:
-            self._before = self._opening or self._capture()
+            self._before = self._before or self._opening or self._capture()
 
     def fetched(self, batch: Any, fetch: Fetch) -> None:
         """`batch` is about to be handed to the loop."""
@@ -232,6 +236,7 @@ class Recorder:
         where `run.batches` saw none."""
         done = self._open
         micros, ahead = _consumed(done)
+        after = None if ahead or self._paused or hostcopy.capturing() else self._capture_after()
         if batch is not None and not micros:
             micros = [RawMicro(None, self._keep(batch))]
             done.notes.append(AFTER_USE)
@@ -247,12 +252,13 @@ class Recorder:
         if done.snapshot is not None:
             self._snapshots.publish(done.snapshot, step)
         self._next = step + 1
+        self._before = None
         self._open = _Open(self._config.batch_bytes, micros=ahead)
         if (done.rng is None or done.early) and not self._paused and not hostcopy.capturing():
             self._start()
             self._open.early = True
         nbytes = _STATE_BYTES * (1 + 2 * len(micros)) + self._config.batch_bytes - done.room
-        return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes), nbytes)
+        return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes), nbytes, after)
 
     # other threads
 
@@ -265,6 +271,7 @@ class Recorder:
             rng={} if raw.rng is None else raw.rng.pack(),
             micro=tuple([self._pack_micro(micro) for micro in raw.micros]),
             notes=raw.notes,
+            rng_after=None if raw.after is None else raw.after.digests(),
         )
 
     def pin(self, first_step: int) -> str | None:
@@ -329,6 +336,12 @@ class Recorder:
         if self._devices is None:
             self._devices = _devices(self._watched.models)
         return rng.capture(self._generators, self._devices)
+
+    def _capture_after(self) -> RngState:
+        """What a replay of the step must end with. Only torch's generators: they are what a step draws from, and cheap."""
+        if self._devices is None:
+            self._devices = _devices(self._watched.models)
+        return rng.capture_torch(self._generators, self._devices)
 
     def _keep(self, batch: Any) -> RawBatch:
         """A copy of `batch` if it fits what is left of the step's budget, else a sample for its fingerprint."""

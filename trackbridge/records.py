@@ -163,7 +163,8 @@ class StepContext:
     """What is needed to run one step again, taken before the step ran. Lives in the context journal, which is a ring.
 
     `rng` maps generator names to arrays (see `trackbridge.rng`): the state with which the first forward pass of the step
-    started, that is after the first fetch where `run.batches` saw it, else at the end of the step before.
+    started, that is after the first fetch where `run.batches` saw it, else at the end of the step before. `rng_after` maps
+    torch's generators to the digests of their states at the end of the step; None where a batch had been fetched ahead.
     """
 
     seq: int
@@ -172,6 +173,7 @@ class StepContext:
     rng: Mapping[str, np.ndarray]
     micro: tuple[MicroBatch, ...] = ()
     notes: tuple[str, ...] = ()
+    rng_after: Mapping[str, str] | None = None
 
 
 Record: TypeAlias = Row | Anomaly | Artifact | Params | RunEnd | StepContext

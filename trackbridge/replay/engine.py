@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,17 +164,21 @@ class _Replay:
         return Ran(seen, _problem(before, batches), self._found_again(step, rebuilt))
 
     def _found_again(self, step: int, rebuilt: Rebuilt) -> bool | None:
-        """Whether the random state is now the one recorded before the next step; None where something between the two moved
-        it (the next fetch, an evaluation) or nothing was recorded."""
-        if step + 1 not in self.capsule.steps or self._moved_between(step + 1):
-            return None
-        recorded = self._states.before(step + 1)
-        now = rng.capture(rebuilt.generators, self._torch_devices()).pack()
-        return all(name in now and bool((now[name] == state).all()) for name, state in recorded.items())
-
-    def _moved_between(self, step: int) -> bool:
-        micros = self._batches[step]
-        return bool(micros) and micros[0].rng is not None
+        """Whether torch's generators are now as they were at the end of the recorded step, or all as they were before the next
+        one; None where neither is known."""
+        now = rng.capture(rebuilt.generators, self._torch_devices())
+        after = self._states.after(step)
+        if after is not None:
+            digests = now.digests()
+            if all(digests.get(name) == digest for name, digest in after.items()):
+                return True
+        if step + 1 not in self.capsule.steps:
+            return None if after is None else False
+        opening = self._states.opening(step + 1, 0)
+        following, packed = opening or self._states.before(step + 1), now.pack()
+        if all(name in packed and np.array_equal(packed[name], state) for name, state in following.items()):
+            return True
+        return None if after is None else False
 
     @contextmanager
     def random_state_kept(self) -> Iterator[None]:

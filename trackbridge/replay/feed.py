@@ -70,13 +70,10 @@ def _batch(step: int, k: int, micro: MicroBatch, rebuilt: Rebuilt) -> Any:
         why = micro.why_no_tensors or "raw batches are not in this capsule"
         cure = "" if micro.sample_ids is None else ", or return Rebuilt(fetch=...) that makes it from its sample ids"
         raise Incomplete(f"{which} is not here ({why}): replay where it was recorded{cure}")
+    if micro.fingerprint is None:
+        raise Incomplete(f"{which} has no recorded fingerprint to check what fetch makes against")
     batch = rebuilt.fetch(micro)
     skeleton, leaves = tree.pack(batch)
-    found = fingerprints.fingerprint(tree.values(skeleton, tree.to_numpy(leaves)))
-    if micro.fingerprint is None:
-        raise Incomplete(f"{which} has no recorded fingerprint to check what fetch made against")
-    if found != micro.fingerprint:
-        raise Incomplete(
-            f"fetch made a {which} that is not the recorded one (fingerprint {found}, recorded {micro.fingerprint})"
-        )
+    if not fingerprints.matches(micro.fingerprint, tree.values(skeleton, tree.to_numpy(leaves))):
+        raise Incomplete(f"{which}, as fetch made it, is not the recorded one: its fingerprint is not {micro.fingerprint}")
     return batch

@@ -75,6 +75,7 @@ class Rebuilt:
         _same_keys("optimizers", optimizers, snapshot.get("optimizers", {}))
         for key, model in models.items():
             _load_model(model, snapshot["models"][key], f"model {key!r}" if key else "model")
+            _load_buffers(model, snapshot.get("buffers", {}).get(key, {}))
         for key, optimizer in optimizers.items():
             _load_optimizer(optimizer, snapshot["optimizers"][key], f"optimizer {key!r}" if key else "optimizer")
         missing = []
@@ -111,6 +112,17 @@ def _load_model(model: nn.Module, state: Mapping[str, Tensor], what: str) -> Non
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"build() returned a {what} that is not the recorded one: {reason[:300]}") from None
+
+
+@torch.no_grad()
+def _load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Buffers that a state dict leaves out."""
+    here = {names.clean(name): buffer for name, buffer in model.named_buffers()}
+    for name, value in buffers.items():
+        buffer = here.get(names.clean(name))
+        if buffer is None or buffer.shape != value.shape:
+            raise UsageError(f"build() returned a model without the recorded buffer {name!r} of shape {tuple(value.shape)}")
+        buffer.copy_(value)
 
 
 @torch.no_grad()
