@@ -28,7 +28,7 @@ class Backend(Protocol):
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
         """Flush, and mark the run with `end` (None: only this connection ends). Returns like `write`. Bounded by `timeout`
-        seconds."""
+        seconds. The seq of `end` may be lower than what is held (a capsule is sealed after it), and `end` may come again."""
         ...
 
 
