@@ -47,7 +47,7 @@ TERM_SECONDS = 20.0
 """How long it goes on after SIGTERM: schedulers kill soon after."""
 STOP_SECONDS = 10.0
 """How long a tracker gets to flush when we must stop."""
-_WATCH_SECONDS = 0.5
+_WATCH_SECONDS = 0.25
 _EXIT_SECONDS = 20.0
 _LOG_BYTES = 10 << 20
 

@@ -5,9 +5,9 @@ not confirmed yet."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from trackbridge.backends.base import BackendConfig
 from trackbridge.errors import Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import dumps
+
+_BUILT: Counter[Path] = Counter()
 
 
 class FlakyConfig(BackendConfig):
@@ -48,7 +50,8 @@ class FlakyTracker:
     def __init__(self, config: FlakyConfig) -> None:
         self.config = config
         self.log: list[tuple[Any, ...]] = []
-        self._rng = random.Random(f"{config.seed}-{os.getpid()}-{time.monotonic_ns() if config.seed < 0 else 0}")
+        _BUILT[config.path] += 1  # each one has its own luck
+        self._rng = random.Random(f"{config.seed} {_BUILT[config.path]}")
         self._run: RunInfo | None = None
         self._confirmed = -1
 

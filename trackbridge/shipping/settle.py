@@ -62,20 +62,23 @@ def settle(directory: RunDirectory, attempt: int, claim: Claim, *, dead: bool) -
 
 def _survey(directory: RunDirectory, attempt: int) -> tuple[list[Anomaly], bool]:
     """(one anomaly per capsule that is not sealed, whether the attempt has an end)."""
-    from trackbridge.seal import KIND
-
     capsules: dict[str, Anomaly] = {}
-    sealed: set[str] = set()
+    artifacts: list[Artifact] = []
     ended = False
     for record in JournalReader(directory.rows(), kinds={Anomaly, Artifact, RunEnd}).read():
         if isinstance(record, Anomaly) and record.capsule:
             known = capsules.get(record.capsule)
             if known is None or known.id == record.id:
                 capsules[record.capsule] = record
-        elif isinstance(record, Artifact) and record.kind == KIND:
-            sealed.add(record.path)
+        elif isinstance(record, Artifact):
+            artifacts.append(record)
         elif isinstance(record, RunEnd):
             ended = ended or record.attempt >= attempt
+    if not capsules:
+        return [], ended
+    from trackbridge.seal import KIND
+
+    sealed = {artifact.path for artifact in artifacts if artifact.kind == KIND}
     return [anomaly for path, anomaly in capsules.items() if path not in sealed], ended
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trackbridge import redact
@@ -27,7 +27,7 @@ from trackbridge.stream import Stream, with_lag
 
 logger = logging.getLogger("trackbridge")
 
-IDLE_SECONDS = 0.5  # between looks at the journal when it has nothing new
+IDLE_SECONDS = 0.25  # between looks at the journal when it has nothing new
 CONFIRM_SECONDS = 1.0  # between questions whether what was offered is safe by now
 WRITE_SECONDS = 30.0
 CLOSE_SECONDS = 60.0
@@ -162,7 +162,7 @@ class Worker:
         if self._pending and (nothing_more or overdue or self._pending.last_attempt > attempt):
             self._close(attempt)
             return 0.0
-        return CONFIRM_SECONDS
+        return CONFIRM_SECONDS if any(self._offers(attempt)) else IDLE_SECONDS
 
     def _rest(self, over: bool) -> float:
         """Nothing to do now. With nothing to come, that is the end."""
@@ -227,10 +227,13 @@ class Worker:
 
     def _write(self, attempt: int) -> bool:
         """Offer everything of `attempt` that is not safe yet. True if something became safe."""
-        batch = [record for record in self._pending.of(attempt) if not isinstance(record, RunEnd)]
+        batch = list(self._offers(attempt))
         if not batch or self.backend is None:
             return False
         return self._confirm(min(self.backend.write(batch, timeout=WRITE_SECONDS), batch[-1].seq))
+
+    def _offers(self, attempt: int) -> Iterator[Record]:
+        return (record for record in self._pending.of(attempt) if not isinstance(record, RunEnd))
 
     def _close(self, attempt: int) -> None:
         """End the attempt in the tracker, if it has an end, and let it flush. What is not safe then is offered again."""
