@@ -45,7 +45,7 @@ def test_what_is_asked_for_or_bad_is_never_left_out() -> None:
     first = anomaly(2, 5)
     lines = say([
         row(0, 4, {"train/loss": 2.0}),
-        row(1, 4, {"eval/loss": 1.25}, kind="log"),
+        row(1, 4, {"eval/loss": 1.25, "trackbridge/seq": 1.0}, kind="log"),
         first,
         first.updated(seq=3),
         first.updated(seq=4, recovered_after=3, capsule="capsules/spike-5"),

@@ -43,6 +43,9 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
+_NOT_SHOWN = ("trackbridge/", "nonfinite/")  # what the stream adds to a row
+
+
 class ConsoleConfig(BackendConfig):
     """`every`: seconds between two lines about steps; 0 shows every step."""
 
@@ -92,7 +95,7 @@ class ConsoleBackend:
     def _row(self, row: Row) -> str | None:
         """A step's line when it is due; what `run.log` logged always, being rare and asked for."""
         if row.kind == "log":
-            shown = [f"{name} {value:.6g}" for name, value in row.items()]
+            shown = [f"{name} {value:.6g}" for name, value in row.items() if not name.startswith(_NOT_SHOWN)]
             return f"step {row.step:>7}  " + "  ".join(shown)
         if row.time - self._last_row < self._every:
             return None
