@@ -237,7 +237,7 @@ class Run:
         if self._recorder is not None:
             self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
         if auto_step and self._auto is None:
-            self._auto = AutoStep(lambda loss, batch: self.step(loss, batch=batch) and None, models, optimizers)
+            self._auto = AutoStep(self._auto_step, models, optimizers)
         self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
         self._clock.lap()
 
@@ -526,6 +526,10 @@ class Run:
         if not self._complained:
             logger.warning("trackbridge: %s; such values are left out from now on", error)
         self._complained = True
+
+    def _auto_step(self, loss: Tensor | None, batch: Any) -> None:
+        for anomaly in self.step(loss, batch=batch):
+            logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
 
     def _rates(self, host: dict[str, float], tokens: int | None, samples: int | None) -> None:
         """Step time, fetch time and throughput of the step that ends now."""

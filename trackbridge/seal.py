@@ -1,7 +1,8 @@
 """Seal a spike capsule: everything the run directory knows about one anomaly, in one folder that can travel.
 
-``python -m trackbridge.seal RUN_DIR ANOMALY_ID`` runs beside training, niced, and reads only the run directory; the shipper
-calls `seal` when the trainer is dead. Exit status: 0 sealed (the path is printed), 1 could not (one line says why), 2 usage.
+``python -m trackbridge.seal RUN_DIR ANOMALY_ID...`` runs beside training, niced, and reads only the run directory; the shipper
+calls `seal` when the trainer is dead. It prints a line ``ID<TAB>PATH`` for each capsule as it is ready. Exit status: 0 all
+sealed, 1 some could not be (a line each says why), 2 usage.
 Needs no torch.
 """
 
@@ -200,20 +201,19 @@ def _link_folder(source: Path, target: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2 or arguments[0].startswith("-"):
-        print("usage: python -m trackbridge.seal RUN_DIR ANOMALY_ID", file=sys.stderr)
+    if len(arguments) < 2 or arguments[0].startswith("-"):
+        print("usage: python -m trackbridge.seal RUN_DIR ANOMALY_ID...", file=sys.stderr)
         return 2
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
-    try:
-        print(seal(arguments[0], arguments[1]))
-    except TrackbridgeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"cannot seal: {error}", file=sys.stderr)
-        return 1
-    return 0
+    failed = 0
+    for anomaly_id in arguments[1:]:
+        try:
+            print(anomaly_id, seal(arguments[0], anomaly_id), sep="\t", flush=True)
+        except (TrackbridgeError, OSError) as error:
+            failed = 1
+            print(f"{anomaly_id}: {error}", file=sys.stderr, flush=True)
+    return failed
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,6 +60,7 @@ class Sealer:
         self._contexts = contexts
         self._sealed = sealed
         self._capsules: list[_Capsule] = []
+        self._waiting: deque[_Capsule] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._child: subprocess.Popen[str] | None = None
@@ -79,8 +81,8 @@ class Sealer:
         first = max(anomaly.onset - self._config.before, 0)
         anomaly = anomaly.updated(capsule=path)
         self._capsules.append(_Capsule(anomaly, path, first, anomaly.step + self._config.after))
-        self._contexts.hold(max(first - self._config.snapshot_every, 0))
-        self._run(lambda: self._pin(first))
+        self._contexts.hold(self._hold(first))
+        self._run(lambda: self._pin(first, anomaly.onset))
         return anomaly
 
     def advance(self, step: int) -> None:
@@ -104,26 +106,38 @@ class Sealer:
     def _ask(self, capsule: _Capsule) -> None:
         capsule.asked = True
         self._contexts.sync()
-        self._run(lambda: self._seal(capsule))
+        self._waiting.append(capsule)
+        self._run(self._seal)
 
-    def _pin(self, first: int) -> None:
+    def _pin(self, first: int, onset: int) -> None:
+        """A snapshot from before the window, else one up to the onset: frequent snapshots do not reach back far."""
         why_not = self._recorder.pin(first)
-        if why_not:
+        if why_not and self._recorder.pin(onset) is not None:
             logger.info("trackbridge: no snapshot kept for the capsule: %s", why_not)
 
-    def _seal(self, capsule: _Capsule) -> None:
-        if self._giving_up:
+    def _seal(self) -> None:
+        """Seal everything that waits, in one child: its imports cost more than its work."""
+        capsules = {}
+        while self._waiting and not self._giving_up:
+            capsule = self._waiting.popleft()
+            capsules[capsule.anomaly.id] = capsule
+        if not capsules:
             return
-        command = [sys.executable, "-m", "trackbridge.seal", str(self._directory.path), capsule.anomaly.id]
+        command = [sys.executable, "-m", "trackbridge.seal", str(self._directory.path), *capsules]
         self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )
-        _, words = self._child.communicate()
-        code, self._child = self._child.returncode, None
-        error = None if code == 0 else (words.strip().splitlines() or [f"exit status {code}"])[-1]
-        self._contexts.release(max(capsule.first - self._config.snapshot_every, 0))
-        self._sealed(capsule.anomaly, error)
-        capsule.done.set()
+        printed, complaints = self._child.communicate()
+        self._child = None
+        sealed = {line.split("\t")[0] for line in printed.splitlines()}
+        for name, capsule in capsules.items():
+            self._contexts.release(self._hold(capsule.first))
+            self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
+            capsule.done.set()
+
+    def _hold(self, first: int) -> int:
+        """The oldest step whose context a capsule that starts at `first` may need: its snapshot is older still."""
+        return max(first - self._config.snapshot_every, 0)
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._worker is None:
@@ -138,3 +152,9 @@ class Sealer:
                 job()
             except Exception:
                 logger.exception("trackbridge: a capsule could not be made; training goes on")
+
+
+def _why(name: str, complaints: str) -> str:
+    """What the child said about this capsule, in one line."""
+    lines = complaints.strip().splitlines() or ["the sealing process was ended"]
+    return next((line for line in lines if line.startswith(f"{name}: ")), lines[-1])
