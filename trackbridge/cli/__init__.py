@@ -25,7 +25,7 @@ from trackbridge.errors import TrackbridgeError
 class OneLineErrors(TyperGroup):
     """An error that names its fix is shown as one line; a traceback would hide it."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except TrackbridgeError as error:

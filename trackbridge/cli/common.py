@@ -25,10 +25,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Tables go to stdout, progress to stderr."""
+    """Tables go to stdout, progress to stderr. In a pipe lines are wide, so that nothing is cut."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=not sys.stdout.isatty())
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200)
 
 
 def emit(value: Any) -> None:
@@ -60,7 +61,7 @@ def lags(backends: Sequence[BackendStatus]) -> str:
     return ", ".join(f"{status.kind} lacks {status.lag}" for status in backends if status.lag) or "all"
 
 
-def sparkline(values: Any, width: int = 60) -> str:
+def sparkline(values: Any, width: int = 40) -> str:
     """`values` (finite or not) as one line of bars, each bar the value of its stretch that is farthest from the median, so
     that a single spike survives; a non-finite stretch is ``!``."""
     import numpy as np

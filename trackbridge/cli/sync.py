@@ -13,7 +13,7 @@ from trackbridge.cli.common import Json, console, emit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from trackbridge.shipper import BackendStatus
 
@@ -22,21 +22,20 @@ def sync(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
     to: Annotated[list[str] | None, typer.Option(help="Only this tracker; may be repeated.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on while the run does.")] = False,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds to try for; default: until done, or a tracker is away.")
-    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to try for; default: until everything is delivered.")] = None,
     json: Json = False,
 ) -> None:
     """Deliver what the trackers of a run lack, from its journal. Exit status 1 if something is left."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from trackbridge import shipper
+    from trackbridge import history, shipper
 
+    backends = shipper.configured(history.find(directory), to) if to else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(stderr=True)) as progress:
-        report = shipper.sync(directory, to=to, follow=follow, timeout=timeout, on_progress=_advance(progress))
+        report = shipper.sync(directory, backends, follow=follow, timeout=timeout, on_progress=_advance(progress))
     if json:
-        emit({**asdict(report), "complete": report.complete})
+        emit({**asdict(report), "busy": dict(report.busy), "complete": report.complete})
     else:
         out = console()
         for status in report.backends:
@@ -44,9 +43,7 @@ def sync(
             out.print(f"[bold]{status.kind}[/]: {state}{f'; {status.where}' if status.where else ''}")
             if status.lag and status.last_error:
                 out.print(f"  {status.last_error}")
-        if not report.backends:
-            out.print("this run was given no tracker; name one with --to")
-        for kind, who in report.busy:
+        for kind, who in report.busy.items():
             out.print(f"{kind} is being served by {who}")
         for path in report.sealed:
             out.print(f"sealed {path}")
@@ -58,12 +55,16 @@ def sync(
 
 def _advance(progress: Progress) -> Callable[[list[BackendStatus]], None]:
     """Shows each tracker's cursor as a bar."""
-    tasks = {}
+    tasks: dict[str, TaskID] = {}
 
     def advance(statuses: list[BackendStatus]) -> None:
         for status in statuses:
             if status.kind not in tasks:
                 tasks[status.kind] = progress.add_task(status.kind)
-            progress.update(tasks[status.kind], total=status.last_seq + 1, completed=status.last_seq + 1 - status.lag)
+            trouble = f" [yellow]{status.last_error[:80]}[/]" if status.last_error and status.lag else ""
+            total = status.last_seq + 1
+            progress.update(
+                tasks[status.kind], total=total, completed=total - status.lag, description=f"{status.kind}{trouble}"
+            )
 
     return advance
