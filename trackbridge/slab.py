@@ -100,6 +100,7 @@ class Slot:
 
 
 RING_BYTES = 64 << 20
+READY = 8
 
 
 class Ring:
@@ -113,6 +114,10 @@ class Ring:
         self._slab = slab
         self._unmade = max(depth, RING_BYTES // max(slab.tensor.nbytes + slab.facts.nbytes, 1024))
         self._free: deque[Slot] = deque()
+        if slab.device.type == "cuda":  # pinning memory is slow: not in the middle of training, if it can be helped
+            ready = min(READY, self._unmade)
+            self._unmade -= ready
+            self._free.extend(Slot(slab) for _ in range(ready))
 
     def take(self, step: int) -> Slot | None:
         """Start copying the slab into a free slot. None when the scribe still holds all of them."""

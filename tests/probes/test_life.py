@@ -123,7 +123,8 @@ def test_a_slot_in_flight_survives_a_new_attach() -> None:
     assert len(values) == len(series) and present.sum() > 10
 
 
-def test_no_slot_is_free() -> None:
+def test_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trackbridge.slab.RING_BYTES", 0)
     model = Stack()
     lab = Lab(model, sgd(model))
     taken = [lab.instruments.close(step) for step in range(64)]

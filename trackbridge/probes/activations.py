@@ -17,7 +17,7 @@ from torch import nn
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import Part
-from trackbridge.probes import moments
+from trackbridge.probes import moments, reduce
 from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
 from trackbridge.probes.observe import observe
 from trackbridge.probes.outputs import first_tensor
@@ -128,13 +128,24 @@ class SiteHook(Inert):
         self.gate = gate
         self.inside_compiled = inside_compiled
         self.pending = 0
+        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        kernels = reduce.kernels_for(slab.new_empty(1, dtype=torch.float32))
+        if kernels is not None:
+            self.scratch = kernels.scratch_on(slab.device)
+
+    def _traced(self, y: torch.Tensor) -> None:
+        """The operation for the graph: the kernel itself where the compiler can see into it."""
+        if self.scratch is not None and y.dtype is not torch.float64:
+            torch.ops.trackbridge.observe_triton(y, self.slab, *self.scratch, self.offset, self.gate)
+        else:
+            torch.ops.trackbridge.observe(y, self.slab, self.offset, self.gate)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             if self.inside_compiled and torch.is_grad_enabled() and module.training:
                 tensor = first_tensor(output)
                 if tensor is not None:
-                    torch.ops.trackbridge.observe(tensor.detach(), self.slab, self.offset, self.gate)
+                    self._traced(tensor.detach())
             return
         probe = self.probe
         if probe is None or not probe._part.alive or not torch.is_grad_enabled() or id(module) != self.module:
@@ -151,7 +162,7 @@ class SiteHook(Inert):
             tensor = first_tensor(output)
             if tensor is not None and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 with torch.no_grad():
-                    observe(tensor.detach(), self.slab, self.offset)
+                    observe(tensor.detach(), self.slab, self.offset, self.gate)
 
 
 def _install(module: nn.Module, hook: SiteHook) -> Any:

@@ -10,22 +10,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trackbridge.probes import moments
+from trackbridge.probes import moments, reduce
 
 
-def observe(y: Tensor, slab: Tensor, offset: int) -> None:
-    """Merge `y` into ``slab[offset : offset + moments.WIDTH]``. No sync, no gradient."""
+def observe(y: Tensor, slab: Tensor, offset: int, gate: int) -> None:
+    """Merge `y` into ``slab[offset : offset + moments.WIDTH]`` if ``slab[gate]`` is set. No sync, no gradient."""
+    row = slab[offset : offset + moments.WIDTH]
     if slab.device.type == "cpu":
-        moments.add_on_cpu(y, slab.numpy()[offset : offset + moments.WIDTH])
+        if slab[gate] > 0:
+            moments.add_on_cpu(y, row.numpy())
+        return
+    kernels = reduce.kernels_for(y)
+    if kernels is not None and y.device == slab.device:
+        kernels.observe(y, slab, offset, gate)
     else:
-        moments.add_on_device(y, slab[offset : offset + moments.WIDTH])
+        added = row.clone()
+        moments.add_on_device(y, added)
+        row.copy_(torch.where(slab[gate] > 0, added, row))
 
 
 @torch.library.custom_op("trackbridge::observe", mutates_args={"slab"})
 def observe_compiled(y: Tensor, slab: Tensor, offset: int, gate: int) -> None:
-    if slab.device.type != "cpu" or (slab[gate] > 0 and torch._C._current_graph_task_id() < 0):
+    if slab.device.type != "cpu" or torch._C._current_graph_task_id() < 0:
         with torch.no_grad():
-            observe(y, slab, offset)
+            observe(y, slab, offset, gate)
 
 
 @observe_compiled.register_fake

@@ -7,13 +7,63 @@ where there is no float64). On the CPU the result is a function of the tensor al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Summary: TypeAlias = "tuple[Tensor, Tensor, Tensor | None]"
 CHUNK = 1 << 15
 LARGE = 1 << 18  # on the CPU vector_norm keeps eight float32 sums: 1e-6 off at this size, 4e-4 at ten million elements
+
+
+def summary(tensors: Sequence[Tensor]) -> Summary:
+    """Norms, peaks and counts of non-finite elements, each (k,). The counts are None when all are known to be zero."""
+    kernels = kernels_for(tensors[0])
+    if kernels is not None:
+        norm, peak, bad = kernels.summarise(tensors).unbind()
+        return norm, peak, bad
+    norm, peak = norms(tensors), peaks(tensors)
+    if norm.device.type != "cpu":
+        return norm, peak, nonfinites(tensors)
+    suspects = np.flatnonzero(~np.isfinite(norm.numpy())).tolist()  # reading a CPU tensor is no synchronisation
+    if not suspects:
+        return norm, peak, None
+    bad = torch.zeros_like(norm)
+    bad[suspects] = nonfinites([tensors[i] for i in suspects])
+    return norm, peak, bad
+
+
+def norms_and_differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Norms of `new` and of ``new - old``, each (k,). May overwrite `old`."""
+    kernels = kernels_for(new[0])
+    if kernels is not None:
+        norm, moved = kernels.summarise(new, old).unbind()
+        return norm, moved
+    found = norms(new)
+    torch._foreach_sub_(list(old), list(new))
+    return found, norms(old)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, where Triton works."""
+    try:
+        from trackbridge.probes import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def kernels_for(tensor: Tensor) -> ModuleType | None:
+    """The kernels if they can read `tensor`."""
+    if tensor.device.type != "cuda":
+        return None
+    kernels = _kernels()
+    return kernels if kernels is not None and tensor.dtype in kernels.DTYPES else None
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -21,6 +71,9 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     dtype = None if first.dtype in (torch.float32, torch.float64) else torch.float32
     if first.device.type != "cpu":
+        kernels = kernels_for(first)
+        if kernels is not None:
+            return kernels.summarise(tensors)[0]  # type: ignore[no-any-return]
         return _widest(torch.stack(_foreach_norm(tensors, dtype)))
     result = torch.empty(len(tensors), dtype=torch.float64)
     small = [i for i, tensor in enumerate(tensors) if tensor.numel() <= LARGE]

@@ -1,8 +1,9 @@
 """Weights, Adam's moments and the size of the update, on a cadence: they move slowly and reading them costs memory traffic.
 
 Measured after the update. The update is the real difference of the weights, so that a step too small for the weights' dtype
-counts as the zero it is; it needs a copy of the weights for the time of one `optimizer.step`, and is left out where that
-copy would be larger than `COPY_BYTES`.
+counts as the zero it is; it needs a copy of the weights for the time of one `optimizer.step`, and is left out where there is
+no room: above `COPY_BYTES` on the host, and on a GPU above half of what the allocator has idle at that time (activations are
+free by then), so that it asks the device for nothing.
 """
 
 from __future__ import annotations
@@ -76,30 +77,33 @@ class WeightProbe:
             return
         groups = alike((row, p) for row, p in self._subject.members(optimizer) if p.requires_grad)
         size = sum(tensor.numel() * tensor.element_size() for _, tensors in groups for tensor in tensors)
-        if size <= COPY_BYTES:
+        if size <= _spare_bytes(self._subject.device):
             self._copies[id(optimizer)] = [(rows, [tensor.detach().clone() for tensor in tensors]) for rows, tensors in groups]
         elif not self._refused:
             self._refused = True
-            logger.info("trackbridge: no update_ratio: a copy of the weights takes more than %d bytes", COPY_BYTES)
+            logger.info("trackbridge: no update_ratio: there is no room for a copy of the weights (%d bytes)", size)
 
     @torch.no_grad()
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        copies = self._copies.pop(id(optimizer), None)
+        copies = self._copies.pop(id(optimizer), [])
         if self._gate.due(self._weights_every):
             now = alike((row, p.detach()) for row, p in self._subject.members(optimizer) if p.requires_grad)
-            self._write("weight", now)
-            if copies is not None and [rows for rows, _ in copies] == [rows for rows, _ in now]:
-                for (_, new), (_, old) in zip(now, copies, strict=True):
-                    torch._foreach_sub_(old, new)
-                self._write("update", copies)
+            if [rows for rows, _ in copies] == [rows for rows, _ in now]:
+                for (rows, new), (_, old) in zip(now, copies, strict=True):
+                    weights, updates = reduce.norms_and_differences(new, old)
+                    self._write("weight", rows, weights)
+                    self._write("update", rows, updates)
+            else:
+                for rows, tensors in now:
+                    self._write("weight", rows, reduce.norms(tensors))
         if self._gate.due(self._moments_every):
             for kind in MOMENTS:
-                self._write(kind, alike(_states(self._subject, optimizer, kind)))
+                for rows, tensors in alike(_states(self._subject, optimizer, kind)):
+                    self._write(kind, rows, reduce.norms(tensors))
 
-    def _write(self, kind: str, groups: Groups) -> None:
-        for rows, tensors in groups:
-            self._norm[kind].write(rows, reduce.norms(tensors))
-            self._seen[kind][rows] = 1.0
+    def _write(self, kind: str, rows: list[int], norms: Tensor) -> None:
+        self._norm[kind].write(rows, norms)
+        self._seen[kind][rows] = 1.0
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         seen = {kind: stats[f"{kind}_seen"] > 0 for kind in ("weight", "update", *MOMENTS)}
@@ -123,6 +127,12 @@ class WeightProbe:
         values = np.concatenate((totals, weight, stats["exp_avg_norm"], stats["exp_avg_sq_norm"], ratio))
         moving = seen["update"] & (weight != 0.0)
         return values, np.concatenate((known, seen["weight"], seen["exp_avg"], seen["exp_avg_sq"], moving))
+
+
+def _spare_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return COPY_BYTES
+    return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
 
 
 def _covers(seen: BoolArray, held: BoolArray) -> bool:
