@@ -32,4 +32,4 @@ def keep(path: Path, directory: RunDirectory, *, kind: str, name: str | None, st
         shutil.rmtree(folder, ignore_errors=True)
         raise UsageError(f"cannot log artifact {path}: {error.strerror or error}") from None
     relative = folder.relative_to(directory.path).as_posix()
-    return Artifact(-1, step, time.time(), label, kind, relative)
+    return Artifact(-1, step, time.time(), folder.name, kind, relative)

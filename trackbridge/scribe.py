@@ -21,6 +21,8 @@ from trackbridge.detectors import Watch
 from trackbridge.errors import Part
 from trackbridge.journal import JournalWriter
 from trackbridge.probes import Instruments
+from trackbridge.probes.base import BoolArray
+from trackbridge.probes.session import Reading
 from trackbridge.recorder import RawContext, Recorder
 from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema
 from trackbridge.rundir import RunDirectory
@@ -92,7 +94,7 @@ class Scribe:
         self._attempt = attempt
         self._sealer = seal(self._sealed) if seal else None
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._schemas: dict[tuple[bytes, tuple[str, ...], int], Schema] = {}
+        self._schemas: dict[tuple[Any, ...], Schema] = {}
         self._writing = Part("the journal", strict=strict)
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
@@ -175,7 +177,7 @@ class Scribe:
             case Logged():
                 names = tuple(item.values)
                 values = np.array([float(value) for value in item.values.values()], dtype=np.float64)
-                self._rows.append(Row(-1, item.step, item.time, self._attempt, self._schema(b"", names, 0), values, "log"))
+                self._rows.append(Row(-1, item.step, item.time, self._attempt, self._log_schema(names), values, "log"))
             case Ask():
                 try:
                     item.answer.append(item.what())
@@ -185,8 +187,9 @@ class Scribe:
                 self._rows.append(item)
 
     def _step(self, item: ClosedStep) -> None:
-        values, present = self._instruments.finalize(item.slot)
-        schema = self._schema(present.tobytes(), tuple(item.host), len(present))
+        reading = self._instruments.read(item.slot)
+        values, present = reading.values()
+        schema = self._schema(reading, present, tuple(item.host))
         host = np.fromiter(item.host.values(), np.float64, len(item.host))
         row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values[present])))
         self._rows.append(row)
@@ -202,14 +205,17 @@ class Scribe:
                 if self._sealer is not None:
                     self._sealer.advance(item.step)
 
-    def _schema(self, present: bytes, host: tuple[str, ...], width: int) -> Schema:
-        """One `Schema` object per set of names, so that the journal and the detectors can key on it."""
-        key = (present, host, width)
+    def _schema(self, reading: Reading, present: BoolArray, host: tuple[str, ...]) -> Schema:
+        """One `Schema` object per set of names, so that the journal and the detectors can key on it. The names are those of
+        the reading's own session: the user may have watched other objects since."""
+        key = (reading.session, present.tobytes(), host)
         if key not in self._schemas:
-            mask = np.frombuffer(present, dtype=bool)
-            names = (name for name, here in zip(self._instruments.series, mask, strict=False) if here)
+            names = (name for name, here in zip(reading.session.series, present, strict=False) if here)
             self._schemas[key] = Schema((*host, *names))
         return self._schemas[key]
+
+    def _log_schema(self, names: tuple[str, ...]) -> Schema:
+        return self._schemas.setdefault(names, Schema(names))
 
     def _tell(self, anomaly: Anomaly) -> None:
         """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""

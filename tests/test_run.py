@@ -1,0 +1,189 @@
+"""The public path, from `init` to `load`, on a real small training."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trackbridge
+from tests.training import Setup, loader, setup, train
+from trackbridge import names
+
+
+def noise(step: int, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """From step 60 to 61 the batch is random tokens: a bad batch."""
+    return [torch.randint(0, 32, batch[0].shape)] if step in (60, 61) else batch
+
+
+def recorded(tmp_path: Path, **more: Any) -> tuple[trackbridge.RunRecord, Setup]:
+    run = trackbridge.init(dir=tmp_path, strict=True, config={"lr": 3e-3, "api_key": "not-to-be-seen"}, **more)
+    made = train(setup(run=run), run.batches(loader()), steps=80, spoil=noise)
+    run.log({"eval/loss": torch.tensor(0.5)}, step=79)
+    assert run.finish()
+    return trackbridge.load(run.dir), made
+
+
+def test_every_series_is_in_the_catalogue_and_the_losses_are_right(tmp_path: Path) -> None:
+    record, made = recorded(tmp_path)
+    steps, losses = record.series("train/loss")
+    assert steps.tolist() == list(range(80))
+    assert losses.tolist() == pytest.approx(made.losses, abs=1e-6)
+    unknown = [name for name in record.names if names.describe(name) is None and name != "eval/loss"]
+    assert unknown == []
+    assert record.series("eval/loss")[1].tolist() == [0.5]
+    assert record.config["lr"] == 3e-3 and record.config["api_key"] == "[redacted]"
+    assert record.provenance["torch"]["version"] == torch.__version__
+    assert record.status == "finished"
+    for name in ("grad/norm", "grad/norm_clipped", "param/norm", "optim/exp_avg_sq_norm", "optim/update_ratio", "perf/forward_s",
+                 "layer/blocks.1.up.weight/grad_norm", "act/blocks.0/kurtosis", "act/embed/rms", "perf/tokens_per_s"):  # fmt: skip
+        assert len(record.series(name)[0]), name
+
+
+def test_the_spike_is_found_and_sealed(tmp_path: Path) -> None:
+    record, _ = recorded(tmp_path, recorder={"snapshot_every": 10})
+    spike = next(a for a in record.anomalies if a.kind == "spike" and a.step in (60, 61))
+    assert spike.onset == 60 and spike.value > 3 * spike.expected and spike.score > 5
+    assert spike.first_mover is not None and spike.first_mover[1] == 60
+    assert spike.capsule is not None
+    capsule = trackbridge.pull(record.path / spike.capsule)
+    assert capsule.tier == "re-execute" and capsule.restart_step == 50
+    assert capsule.window.set_index("step")["train/loss"].loc[60:61].min() > 1.0
+
+
+def test_the_anomaly_reaches_the_loop(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        seen = []
+        for step in range(200):
+            seen += run.step(loss=100.0 if step == 150 else 2.0 + 0.01 * random.random())
+    assert {anomaly.step for anomaly in [*seen, *run.anomalies]} == {150}
+
+
+def test_accumulation_weights_by_tokens(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.micro(torch.tensor(9.0), tokens=1)
+        run.micro(torch.tensor(1.0), tokens=99)
+        run.step()
+        for loss in (1.0, 1.0, 1.0, 9.0):
+            run.micro(loss)
+        run.step()
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1].tolist() == pytest.approx([1.08, 3.0])
+    assert record.series("train/tokens")[1].tolist() == [100.0]
+
+
+def test_a_loss_in_parts(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss={"policy": torch.tensor(1.0), "value": 2.0})
+        run.step(loss={"loss": 5.0, "aux": 1.0})
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1].tolist() == [3.0, 5.0]
+    assert record.series("train/loss/policy")[1].tolist() == [1.0]
+    assert record.series("train/loss/aux")[1].tolist() == [1.0]
+
+
+def test_pause_takes_evaluation_out(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path, strict=True)
+    made = setup(run=run)
+    before = made.model.blocks[0].register_forward_hook(lambda *_: None)
+    tokens = torch.randint(0, 32, (2, 8))
+    for _ in range(3):
+        with run.pause("eval"):
+            made.model(tokens * 0)
+        nn.functional.cross_entropy(made.model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        made.optimizer.step()
+        run.step(loss=1.0)
+    run.finish()
+    before.remove()
+    record = trackbridge.load(run.dir)
+    assert len(record.series("act/blocks.0/rms")[0]) == 3
+
+
+def test_resume_goes_on_and_a_repeated_step_is_the_newest(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, id="r") as run:
+        for step in range(10):
+            run.step(loss=float(step))
+            if step == 5:
+                state = run.state_dict()
+    with trackbridge.init(dir=tmp_path, id="r", resume="must") as run:
+        run.load_state_dict(state)
+        for step in range(6, 12):
+            run.step(loss=100.0 + step)
+    record = trackbridge.load(tmp_path)
+    assert record.series("train/loss")[0].tolist() == list(range(12))
+    assert record.series("train/loss")[1].tolist() == [*range(6), *(100.0 + s for s in range(6, 12))]
+    assert record.info.attempt == 1
+    with trackbridge.init(dir=tmp_path, id="r", resume="auto") as run:
+        run.step(loss=0.0)
+    assert trackbridge.load(tmp_path).series("train/loss")[0].tolist() == list(range(13))
+
+
+def test_auto_step_needs_no_change_to_the_loop(tmp_path: Path) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = self.linear(x)
+            return {"loss": out.square().mean(), "out": out}
+
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        model = WithLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.watch(model, optimizer, auto_step=True)
+        losses = []
+        for _ in range(5):
+            loss = model(torch.ones(3, 4))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1].tolist() == losses
+    optimizer.step()  # after finish nothing is left on the objects
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_artifacts_are_copied(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    with trackbridge.init(dir=tmp_path / "runs") as run:
+        run.log_artifact(tmp_path / "notes.txt", kind="notes")
+        (tmp_path / "notes.txt").write_text("changed")
+        with pytest.raises(trackbridge.TrackbridgeError, match="cannot log artifact"):
+            run.log_artifact(tmp_path / "nowhere")
+    (artifact,) = trackbridge.load(run.dir).artifacts
+    assert (run.dir / artifact.path / "notes.txt").read_text() == "kept"
+
+
+FORGOTTEN = """
+import sys, trackbridge
+run = trackbridge.init(dir=sys.argv[1], id=sys.argv[2])
+run.step(loss=1.0)
+if sys.argv[2] == "raises":
+    raise RuntimeError("by hand")
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("returns", "finished"), ("raises", "failed")])
+def test_forgetting_finish_loses_nothing(tmp_path: Path, how: str, status: str) -> None:
+    subprocess.run([sys.executable, "-c", FORGOTTEN, str(tmp_path), how], capture_output=True, timeout=60)
+    record = trackbridge.load(tmp_path / how)
+    assert record.series("train/loss")[1].tolist() == [1.0]
+    assert record.status == status
+
+
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    a, b = trackbridge.init(dir=tmp_path, id="a"), trackbridge.init(dir=tmp_path, id="b")
+    for step in range(5):
+        a.step(loss=float(step))
+        b.step(loss=-float(step))
+    a.finish(), b.finish()
+    assert trackbridge.load(tmp_path / "a").series("train/loss")[1].tolist() == [0, 1, 2, 3, 4]
+    assert trackbridge.load(tmp_path / "b").series("train/loss")[1].tolist() == [0, -1, -2, -3, -4]
