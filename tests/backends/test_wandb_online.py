@@ -1,38 +1,21 @@
-"""W&B online, against the loopback server: the contract, read back with ``wandb.Api``, and faults."""
+"""W&B online: the contract, with the real client against the loopback server, read back with ``wandb.Api``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from wandb_kit import QuickConfig, anomalies, params, points, status
 
-from tests.wandb_server import KEY, WandbServer
+from tests.wandb_server import WandbServer
 from trackbridge.records import RunInfo
 from trackbridge.testing import BackendContract, ReadBack
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[WandbServer]:
-    with WandbServer() as server:
-        yield server
-        assert not server.unknown, f"the client asked for fields the server does not have: {dict(server.unknown)}"
-
-
-@pytest.fixture(autouse=True)
-def fresh(server: WandbServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    server.forget()
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-
-
 class TestWandbOnline(BackendContract):
     @pytest.fixture(autouse=True)
-    def _server(self, server: WandbServer) -> None:
-        self.server = server
+    def _server(self, wandb_server: WandbServer) -> None:
+        self.server = wandb_server
 
     def config(self, tmp_path: Path) -> QuickConfig:
         return QuickConfig(base_url=self.server.url)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trackbridge.backends import words
-from trackbridge.backends.wandb import WandbBackend, WandbConfig, original
-from trackbridge.backends.wandb_client import ANOMALY, ATTEMPT, Pace
-from trackbridge.names import STEP
-from trackbridge.records import RunStatus
+from trackbridge.backends.wandb import WandbBackend, WandbConfig
+from trackbridge.backends.wandb_client import Pace
+from trackbridge.backends.wandb_rows import ANOMALY, ATTEMPT, original
+from trackbridge.names import SEQ, STEP
+from trackbridge.records import RunInfo, RunStatus
 from trackbridge.testing import Points, newest
 
-QUICK = Pace(init=10.0, poll=0.1, transmit=1, flush=0.1, stall=5.0)
+if TYPE_CHECKING:
+    from tests.wandb_server import WandbServer
+
+Connect: TypeAlias = Callable[[RunInfo], WandbBackend]
+"""The fixture ``connect``: open a run on the test server."""
+
+QUICK = Pace(init=10.0, poll=0.1, transmit=1, flush=0.1, stall=3.0)
 
 
 class QuickConfig(WandbConfig):
@@ -41,3 +48,8 @@ def params(config: Mapping[str, Any]) -> dict[str, str]:
 
 def anomalies(summary: Mapping[str, Any]) -> dict[str, str]:
     return {key.removeprefix(ANOMALY): value["what"] for key, value in summary.items() if key.startswith(ANOMALY)}
+
+
+def seqs(server: WandbServer, run: RunInfo) -> list[int]:
+    """The seq of every history row the server holds, in its order."""
+    return [row[SEQ] for row in server.run(run.project, run.run_id).history()]

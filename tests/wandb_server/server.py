@@ -57,7 +57,9 @@ class WandbServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listen; after `stop`, on the same port as before."""
+        """Listen; after `stop`, on the same port as before. Does nothing while it listens."""
+        if self._http is not None:
+            return
         self._http = _Http(self, self.port)
         self.port = self._http.server_address[1]
         threading.Thread(

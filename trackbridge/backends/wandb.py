@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +28,16 @@ from typing import Any, Literal
 from trackbridge import plugins
 from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
-from trackbridge.backends.wandb_client import ATTEMPT, Arrived, Opened, Pace, Target
+from trackbridge.backends.wandb_arrived import Arrived
+from trackbridge.backends.wandb_client import Opened, Pace, Target
+from trackbridge.backends.wandb_fetch import fetch_capsule
 from trackbridge.backends.wandb_process import ClientError, Process
+from trackbridge.backends.wandb_rows import anomaly_facts, config_values, history_row
 from trackbridge.errors import Rejected, RetryLater
-from trackbridge.names import SEQ, STEP
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import dumps, write_atomic
+
+__all__ = ["WandbBackend", "WandbConfig", "fetch_capsule"]
 
 logger = logging.getLogger("trackbridge")
 
@@ -90,6 +94,8 @@ class WandbBackend:
         self._tries: dict[int, int] = {}
         self._refused: dict[int, str] = {}
         self._told: set[str] = set()
+        self._end: RunEnd | None = None
+        self._deadline = math.inf
         arrived = self._connect()
         self._told.update(arrived.anomalies)
         return min(arrived.rows, arrived.floor)
@@ -97,11 +103,7 @@ class WandbBackend:
     def write(self, batch: Sequence[Record], /, *, timeout: float) -> int:
         if self._process is None:
             self._reconnect()
-        new = [record for record in batch if record.seq > self._given]
-        if sum(row.values.size for row in self._rows) > UNCONFIRMED_VALUES:
-            safe = self._confirm()
-            if new and sum(row.values.size for row in self._rows) > UNCONFIRMED_VALUES:
-                raise RetryLater(self._pace.poll, "W&B has not confirmed earlier rows yet")
+        new = self._affordable([record for record in batch if record.seq > self._given])
         self._refuse(new)
         self._hand_over(new)
         safe = self._confirm()
@@ -109,25 +111,30 @@ class WandbBackend:
         return safe
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
-        deadline = self._clock() + timeout
         if self._process is None:
             return self._safe()
+        self._end, self._deadline = end, self._clock() + timeout
         try:
-            self._call("settle")
-            if end is not None:
-                self._facts[end.seq] = end
-                self._given = max(self._given, end.seq)
-                code = {"finished": 0, "failed": 1, "killed": 255}[end.status]
-                tag = "killed" if end.status == "killed" else None
-                self._call("finish", code, tag, self._floor(), timeout=max(deadline - self._clock() - 1.0, 1.0))
-            while (safe := self._confirm()) < self._given and self._clock() < deadline:
+            self._finish()
+            while (safe := self._confirm()) < self._given and self._clock() < self._deadline:
                 time.sleep(0.05)
             return safe
-        except (RetryLater, TimeoutError, ClientError) as error:
+        except (RetryLater, ClientError) as error:
             logger.warning("trackbridge: W&B did not confirm everything within %.0f s: %s", timeout, error)
             return self._safe()
         finally:
             self._drop()
+
+    def _finish(self) -> None:
+        """Ask for everything to be sent, and for the run to be marked if this is its end."""
+        self._call("settle")
+        if self._end is not None:
+            self._facts[self._end.seq] = self._end
+            self._given = max(self._given, self._end.seq)
+            code = {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
+            tag = "killed" if self._end.status == "killed" else None
+            self._call("finish", code, tag, self._floor(), timeout=self._left() - 1.0)
+            self._moved = self._clock()
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
@@ -150,10 +157,12 @@ class WandbBackend:
         self._drop()
         self._process = Process(_folder(run))
         try:
-            opened: Opened = self._process.call("open", target, timeout=self._pace.init * 2 + CALL_SECONDS)
+            opened: Opened = self._process.call("open", target, timeout=min(self._pace.init * 2 + CALL_SECONDS, self._left()))
         except (ClientError, TimeoutError) as error:
             self._drop()
-            raise RetryLater(30.0, f"W&B cannot open the run: {str(error).splitlines()[0]}") from None
+            why = str(error).splitlines()[0]
+            hint = "; check the key with: wandb login" if "401" in why or "api key" in why.lower() else ""
+            raise RetryLater(30.0, f"W&B cannot open the run: {why}{hint}") from None
         self._process.remember(opened.pids)
         if not opened.online and target.mode is None:
             logger.warning(
@@ -173,6 +182,12 @@ class WandbBackend:
         self._rows.clear()
         self._facts.clear()
         self._hand_over(waiting)
+        if self._deadline < math.inf:
+            self._finish()
+
+    def _left(self) -> float:
+        """Seconds that `close` still has."""
+        return max(self._deadline - self._clock(), 1.0)
 
     def _drop(self) -> None:
         if self._process is not None:
@@ -200,6 +215,15 @@ class WandbBackend:
                 self._facts.pop(seq, None)
             raise Rejected(reasons)
 
+    def _affordable(self, records: Sequence[Record]) -> Sequence[Record]:
+        """As many of `records` as may be on their way at once; the rest will be offered again."""
+        size = sum(row.values.size for row in self._rows)
+        for index, record in enumerate(records):
+            if size > UNCONFIRMED_VALUES:
+                return records[:index]
+            size += record.values.size if isinstance(record, Row) else 0
+        return records
+
     def _hand_over(self, records: Sequence[Record]) -> None:
         if not (self._rows or self._facts):
             self._answers, self._moved = self._arrived.answers, self._clock()
@@ -214,13 +238,13 @@ class WandbBackend:
         for record in records:
             self._tell(record)
         for part in _parts(rows):
-            self._call("log", [_row(row) for row in part], self._floor())
+            self._call("log", [history_row(row) for row in part], self._floor())
 
     def _tell(self, record: Record) -> None:
         if isinstance(record, Params):
-            self._call("params", record.seq, _config(record))
+            self._call("params", record.seq, config_values(record))
         elif isinstance(record, Anomaly):
-            self._call("anomaly", record.id, _facts(record))
+            self._call("anomaly", record.id, anomaly_facts(record))
             if not self._online:
                 self._alert(record)
         elif isinstance(record, Artifact):
@@ -311,40 +335,3 @@ def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
             start, size = index + 1, 0
     if rows[start:]:
         yield rows[start:]
-
-
-def _row(row: Row) -> dict[str, float]:
-    values = {key(name): value for name, value in row.items()}
-    return {**values, STEP: row.step, SEQ: row.seq, ATTEMPT: row.attempt}
-
-
-_RESERVED = re.compile(r"u*_")
-
-
-def key(name: str) -> str:
-    """The history key of a series. Keys that begin with ``_`` are W&B's own, so those and what they become get a ``u``."""
-    return f"u{name}" if _RESERVED.match(name) else name
-
-
-def original(key_: str) -> str:
-    """The series name of a history key; the inverse of `key`."""
-    return key_[1:] if _RESERVED.match(key_) and key_.startswith("u") else key_
-
-
-def _config(params: Params) -> dict[str, Any]:
-    """The user's own config under its own names, what else there is under ``trackbridge/``; strict JSON."""
-    values = dict(params.values)
-    own = values.pop("config", {})
-    config = {f"trackbridge/{name}": value for name, value in values.items()}
-    return dict(json.loads(dumps({**config, **own})))
-
-
-def _facts(anomaly: Anomaly) -> dict[str, Any]:
-    facts = {
-        "seq": anomaly.seq, "what": words.anomaly_line(anomaly),
-        "kind": anomaly.kind, "step": anomaly.step, "onset": anomaly.onset,
-        "severity": anomaly.severity, "series": anomaly.series, "value": anomaly.value, "expected": anomaly.expected,
-        "score": anomaly.score, "recovered_after": anomaly.recovered_after, "capsule": anomaly.capsule,
-        "hypotheses": [hypothesis.name for hypothesis in anomaly.hypotheses],
-    }  # fmt: skip
-    return dict(json.loads(dumps(facts)))

@@ -6,14 +6,13 @@ artifacts wait in a thread, and another reads back from the server what has arri
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,27 +20,11 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from trackbridge.backends import folders
-from trackbridge.backends.wandb_file import RecordedRun, RunFile, run_files
+from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
+from trackbridge.backends.wandb_rows import ANOMALY, ATTEMPT, FLOOR, PARAMS
 from trackbridge.names import SEQ, STEP
 
-ATTEMPT = "trackbridge/attempt"
-FLOOR = "trackbridge/facts_until"
-"""Summary key: every anomaly, artifact and params record up to this seq has arrived."""
-PARAMS = "trackbridge/params_seq"
-"""Config key: the seq of the newest params record."""
-ANOMALY = "anomaly/"
-"""Prefix of summary keys, before the anomaly's id."""
-PAGE = 2000
-
 Mode: TypeAlias = Literal["online", "offline"]
-
-READ_BACK = """
-query TrackbridgeReadBack($entity: String!, $project: String!, $run: String!, $spec: JSONString!) {
-  project(name: $project, entityName: $entity) {
-    run(name: $run) { state config summaryMetrics historyLineCount sampledHistory(specs: [$spec]) }
-  }
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -71,21 +54,6 @@ class Target:
     group: str | None = None
     tags: tuple[str, ...] = ()
     pace: Pace = Pace()
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """What the tracker holds. `rows`: highest seq of a row; `params` and `anomalies` (by id) likewise; `floor`: see `FLOOR`.
-    `artifacts`: by seq, None for arrived, else why not. `ended`: the run is marked as ended. `answers` counts the
-    successful read-backs."""
-
-    rows: int = -1
-    floor: int = -1
-    params: int = -1
-    anomalies: dict[str, int] = field(default_factory=dict)
-    artifacts: dict[int, str | None] = field(default_factory=dict)
-    ended: bool = False
-    answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,6 +158,11 @@ class Client:
         with self._lock:
             return replace(seen, artifacts={**seen.artifacts, **self._artifacts})
 
+    def download(self, where: str, step: int | None, dest: str) -> str:
+        from trackbridge.backends.wandb_fetch import download
+
+        return download(where, step, dest)
+
     def settle(self) -> None:
         """From now on read back quickly: somebody is waiting."""
         self._settling = True
@@ -239,101 +212,6 @@ class Client:
                 print(f"reading back: {type(error).__name__}: {error}", flush=True)
             moved = replace(self._reader.seen, answers=before.answers) != before
             idle = 0.0 if moved or self._settling else min(2 * idle + self._target.pace.poll, 8 * self._target.pace.poll)
-
-
-class OnlineReader:
-    """Reads back from the server what has arrived: only new rows, only their seq."""
-
-    def __init__(self, run: Any) -> None:
-        import wandb
-
-        self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
-        self._where = {"entity": run.entity, "project": run.project, "run": run.id}
-        self._next = int(run.starting_step)
-        self.seen = Arrived()
-
-    def first(self) -> Arrived:
-        """What the run held when it was resumed. Rows are looked for backwards: they are in the order of their seq."""
-        stop, rows = self._next, -1
-        while stop > 0 and rows < 0:
-            start = max(0, stop - PAGE)
-            rows = max((row[SEQ] for row in self._page(start, stop - 1)[1]), default=-1)
-            stop = start
-        answer, _ = self._page(self._next, self._next)
-        self.seen = self._facts(answer, rows)
-        return self.seen
-
-    def read(self) -> None:
-        more = True
-        while more:
-            answer, rows = self._page(self._next, self._next + PAGE - 1)
-            highest = max((row[SEQ] for row in rows), default=self.seen.rows)
-            self._next = max((row["_step"] + 1 for row in rows), default=self._next)
-            self.seen = self._facts(answer, highest)
-            more = len(rows) == PAGE
-
-    def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""
-        spec = json.dumps({"keys": ["_step", SEQ], "minStep": first, "maxStep": last, "samples": last - first + 1})
-        answer = self._api._service_api.execute_graphql(READ_BACK, {**self._where, "spec": spec}, timeout=15)
-        run = (answer.get("project") or {}).get("run") or {}
-        rows = (run.get("sampledHistory") or [[]])[0]
-        return run, [{key: int(row[key]) for key in ("_step", SEQ)} for row in rows]
-
-    def _facts(self, run: dict[str, Any], rows: int) -> Arrived:
-        summary = json.loads(run.get("summaryMetrics") or "{}")
-        config = json.loads(run.get("config") or "{}")
-        params = config.get(PARAMS) or {}
-        return Arrived(
-            rows=rows,
-            floor=int(summary.get(FLOOR, -1)),
-            params=int(params.get("value", -1)),
-            anomalies=_anomalies(summary),
-            ended=run.get("state", "running") not in ("running", "pending"),
-            answers=self.seen.answers + 1,
-        )
-
-
-class OfflineReader:
-    """Reads what is in the run files. Synchronises them to the disk before it says so."""
-
-    def __init__(self, folder: Path, run_id: str) -> None:
-        self._files = [RunFile(path) for path in run_files(folder, run_id)]
-        self._run = RecordedRun()
-        self.seen = Arrived()
-
-    def first(self) -> Arrived:
-        return self.read()
-
-    def read(self) -> Arrived:
-        rows, artifacts = self.seen.rows, dict(self.seen.artifacts)
-        for file in self._files:
-            for record in file.read():
-                self._run.add(record)
-        rows = max([rows, *(int(row[SEQ]) for row in self._run.history if SEQ in row)])
-        for artifact in self._run.artifacts:
-            artifacts[int(artifact.metadata.get(SEQ, -1))] = None
-        self._run.history.clear()
-        self._run.artifacts.clear()
-        seen = Arrived(
-            rows=rows,
-            floor=int(self._run.summary.get(FLOOR, -1)),
-            params=int(self._run.config.get(PARAMS, -1)),
-            anomalies=_anomalies(self._run.summary),
-            artifacts=artifacts,
-            ended=self._run.exit_code is not None,
-            answers=self.seen.answers + 1,
-        )
-        if seen != replace(self.seen, answers=seen.answers):
-            with self._files[-1].path.open("rb") as handle:
-                os.fsync(handle.fileno())
-        self.seen = seen
-        return seen
-
-
-def _anomalies(summary: dict[str, Any]) -> dict[str, int]:
-    found = {key.removeprefix(ANOMALY): value for key, value in summary.items() if key.startswith(ANOMALY)}
-    return {key: int(value.get("seq", -1)) for key, value in found.items() if isinstance(value, dict)}
 
 
 def _family() -> list[int]:

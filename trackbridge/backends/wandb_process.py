@@ -20,8 +20,6 @@ from typing import Any
 
 import psutil
 
-from trackbridge.errors import TrackbridgeError
-
 FORGET = (
     "WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_NOTES",
     "WANDB_TAGS", "WANDB_JOB_TYPE", "WANDB_RESUME", "WANDB_DISABLED", "WANDB_MODE",
@@ -142,16 +140,3 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def fetch(method: str, *arguments: Any, folder: Path, timeout: float) -> Any:
-    """One call in a child that lives only for it. A `ClientError` becomes a `TrackbridgeError` in one line."""
-    process = Process(folder)
-    try:
-        return process.call(method, *arguments, timeout=timeout)
-    except ClientError as error:
-        raise TrackbridgeError(f"W&B: {str(error).splitlines()[0]}") from None
-    except TimeoutError as error:
-        raise TrackbridgeError(str(error)) from None
-    finally:
-        process.kill()

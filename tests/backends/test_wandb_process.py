@@ -1,0 +1,107 @@
+"""W&B's client process: bounded at open and at close, replaced when it dies, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from wandb_kit import QUICK, Connect, QuickConfig, seqs
+
+from tests.wandb_server import Stall, WandbServer
+from trackbridge.backends.wandb import WandbBackend
+from trackbridge.errors import RetryLater
+from trackbridge.records import RunInfo
+from trackbridge.testing import anomaly, artifact, deliver, end, rows
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family() -> set[int]:
+    """Processes below us."""
+    return {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
+
+
+def test_a_server_that_is_away_at_open_is_waited_for(wandb_server: WandbServer, run: RunInfo) -> None:
+    backend = QuickConfig(base_url=wandb_server.url).build()
+    wandb_server.stop()
+    before = family()
+    with pytest.raises(RetryLater, match="connection refused"):
+        backend.open(run)
+    assert family() == before
+    wandb_server.start()
+    assert backend.open(run) == -1
+    deliver(backend, rows(range(5)))
+    assert backend.close(end(5), timeout=20) == 5
+    assert seqs(wandb_server, run) == [0, 1, 2, 3, 4]
+
+
+def test_a_wrong_key_names_the_fix(wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "wrong" * 8)
+    with pytest.raises(RetryLater, match="wandb login"):
+        QuickConfig(base_url=wandb_server.url).build().open(run)
+
+
+def test_close_keeps_to_its_time_and_leaves_no_process(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    before = family()
+    backend = connect(run)
+    with wandb_server.fault(Stall()):
+        backend.write([*rows(range(5)), anomaly(5, 3), artifact(6, 4, run, "a", {"x": b"1"})], timeout=5)
+        start = time.monotonic()
+        assert backend.close(end(7), timeout=3) < 0
+        assert time.monotonic() - start < 5
+    assert family() == before
+
+
+def test_the_client_process_dies_and_is_replaced(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    backend = connect(run)
+    records = rows(range(20))
+    deliver(backend, records[:10])
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    with pytest.raises(RetryLater, match="ended"):
+        backend.write(records, timeout=5)
+    deliver(backend, records)
+    assert backend.close(end(20), timeout=20) == 20
+    assert seqs(wandb_server, run) == list(range(20))
+
+
+DIES = """
+import os, psutil, signal, sys
+from pathlib import Path
+from wandb_kit import QuickConfig
+from trackbridge.testing import deliver, rows, run_info
+backend = QuickConfig(base_url=sys.argv[1]).build()
+backend.open(run_info(Path(sys.argv[2])))
+deliver(backend, rows(range(40)))
+print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_sigkill_of_the_shipper_then_open_again(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    """The client sees that we are gone and takes its service with it: nobody writes beside the next shipper."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", DIES, wandb_server.url, run.directory]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -9
+    left_behind = [int(pid) for pid in done.stdout.split()]
+    assert len(left_behind) == 2
+    backend = connect(run)
+    assert not any(map(alive, left_behind))
+    deliver(backend, rows(range(60)))
+    assert backend.close(end(60), timeout=20) == 60
+    assert seqs(wandb_server, run) == list(range(60))
+
+
+def test_quick_pace_is_only_for_tests() -> None:
+    assert QUICK.stall < WandbBackend(QuickConfig())._pace.stall

@@ -1,0 +1,136 @@
+"""What of a run has arrived in W&B: read back from the server, or from the run files of offline mode.
+
+W&B acknowledges nothing, so this is how anything is known to be safe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trackbridge.backends.wandb_file import RecordedRun, RunFile, run_files
+from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
+from trackbridge.names import SEQ
+
+PAGE = 2000
+
+READ_BACK = """
+query TrackbridgeReadBack($entity: String!, $project: String!, $run: String!, $spec: JSONString!) {
+  project(name: $project, entityName: $entity) {
+    run(name: $run) { state config summaryMetrics historyLineCount sampledHistory(specs: [$spec]) }
+  }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What the tracker holds. `rows`: highest seq of a row; `params` and `anomalies` (by id) likewise; `floor`: see `FLOOR`.
+    `artifacts`: by seq, None for arrived, else why not. `ended`: the run is marked as ended. `answers` counts the
+    successful read-backs."""
+
+    rows: int = -1
+    floor: int = -1
+    params: int = -1
+    anomalies: dict[str, int] = field(default_factory=dict)
+    artifacts: dict[int, str | None] = field(default_factory=dict)
+    ended: bool = False
+    answers: int = 0
+
+
+class OnlineReader:
+    """Reads back from the server what has arrived: only new rows, only their seq."""
+
+    def __init__(self, run: Any) -> None:
+        import wandb
+
+        self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
+        self._where = {"entity": run.entity, "project": run.project, "run": run.id}
+        self._next = int(run.starting_step)
+        self.seen = Arrived()
+
+    def first(self) -> Arrived:
+        """What the run held when it was resumed. Rows are looked for backwards: they are in the order of their seq."""
+        stop, rows = self._next, -1
+        while stop > 0 and rows < 0:
+            start = max(0, stop - PAGE)
+            rows = max((row[SEQ] for row in self._page(start, stop - 1)[1]), default=-1)
+            stop = start
+        answer, _ = self._page(self._next, self._next)
+        self.seen = self._facts(answer, rows)
+        return self.seen
+
+    def read(self) -> None:
+        more = True
+        while more:
+            answer, rows = self._page(self._next, self._next + PAGE - 1)
+            highest = max((row[SEQ] for row in rows), default=self.seen.rows)
+            self._next = max((row["_step"] + 1 for row in rows), default=self._next)
+            self.seen = self._facts(answer, highest)
+            more = len(rows) == PAGE
+
+    def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""
+        spec = json.dumps({"keys": ["_step", SEQ], "minStep": first, "maxStep": last, "samples": last - first + 1})
+        answer = self._api._service_api.execute_graphql(READ_BACK, {**self._where, "spec": spec}, timeout=15)
+        run = (answer.get("project") or {}).get("run") or {}
+        rows = (run.get("sampledHistory") or [[]])[0]
+        return run, [{key: int(row[key]) for key in ("_step", SEQ)} for row in rows]
+
+    def _facts(self, run: dict[str, Any], rows: int) -> Arrived:
+        summary = json.loads(run.get("summaryMetrics") or "{}")
+        config = json.loads(run.get("config") or "{}")
+        params = config.get(PARAMS) or {}
+        return Arrived(
+            rows=rows,
+            floor=int(summary.get(FLOOR, -1)),
+            params=int(params.get("value", -1)),
+            anomalies=_anomalies(summary),
+            ended=run.get("state", "running") not in ("running", "pending"),
+            answers=self.seen.answers + 1,
+        )
+
+
+class OfflineReader:
+    """Reads what is in the run files. Synchronises them to the disk before it says so."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._files = [RunFile(path) for path in run_files(folder, run_id)]
+        self._run = RecordedRun()
+        self.seen = Arrived()
+
+    def first(self) -> Arrived:
+        return self.read()
+
+    def read(self) -> Arrived:
+        rows, artifacts = self.seen.rows, dict(self.seen.artifacts)
+        for file in self._files:
+            for record in file.read():
+                self._run.add(record)
+        rows = max([rows, *(int(row[SEQ]) for row in self._run.history if SEQ in row)])
+        for artifact in self._run.artifacts:
+            artifacts[int(artifact.metadata.get(SEQ, -1))] = None
+        self._run.history.clear()
+        self._run.artifacts.clear()
+        seen = Arrived(
+            rows=rows,
+            floor=int(self._run.summary.get(FLOOR, -1)),
+            params=int(self._run.config.get(PARAMS, -1)),
+            anomalies=_anomalies(self._run.summary),
+            artifacts=artifacts,
+            ended=self._run.exit_code is not None,
+            answers=self.seen.answers + 1,
+        )
+        if seen != replace(self.seen, answers=seen.answers):
+            with self._files[-1].path.open("rb") as handle:
+                os.fsync(handle.fileno())
+        self.seen = seen
+        return seen
+
+
+def _anomalies(summary: dict[str, Any]) -> dict[str, int]:
+    found = {key.removeprefix(ANOMALY): value for key, value in summary.items() if key.startswith(ANOMALY)}
+    return {key: int(value.get("seq", -1)) for key, value in found.items() if isinstance(value, dict)}

@@ -1,0 +1,136 @@
+"""Bringing a capsule back from W&B: from a server, or from the folder of an offline run.
+
+A capsule is looked for among all artifacts of a run, page by page. What a server says is not trusted: entries that leave the
+folder or point elsewhere are refused before a byte is fetched. The capsule itself is verified on load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import tempfile
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trackbridge.backends import held, wandb_file
+from trackbridge.backends.held import HeldCapsule
+from trackbridge.backends.wandb_file import FileEntry, RecordedArtifact
+from trackbridge.backends.wandb_process import ClientError, Process
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
+
+KIND = "spike-capsule"
+"""The type of artifacts that are capsules (`trackbridge.seal` gives it)."""
+FORMS = "wandb:ENTITY/PROJECT/RUN_ID[@STEP], wandb:ENTITY/PROJECT/ARTIFACT:ALIAS, or the folder of an offline run"
+LARGEST = 16 * 1024**3
+_SECONDS = 3600.0
+
+
+def fetch_capsule(where: str, step: int | None, dest: Path) -> Path:
+    """Put the capsule that `where` means into the folder `dest`; returns its path. `step` None: the newest.
+
+    Raises `UsageError` when `where` is of no known form, `ReferenceNotFoundError` when nothing is there, `TrackbridgeError`
+    when the server does not let us in.
+    """
+    folder = Path(where).expanduser()
+    if folder.exists():
+        return _from_disk(folder, step, dest)
+    if len(where.split("/")) != 3 or not all(where.split("/")):
+        raise UsageError(f"{where!r} is no W&B reference; the forms are: {FORMS}")
+    known = {error.__name__: error for error in (ReferenceNotFoundError, UsageError, CapsuleError)}
+    with tempfile.TemporaryDirectory(prefix="trackbridge-wandb-") as scratch:
+        process = Process(Path(scratch))
+        try:
+            return Path(process.call("download", where, step, str(dest), timeout=_SECONDS))
+        except ClientError as error:
+            raise known.get(error.kind, TrackbridgeError)(f"W&B: {str(error).splitlines()[0]}") from None
+        except TimeoutError as error:
+            raise TrackbridgeError(str(error)) from None
+        finally:
+            process.kill()
+
+
+def download(where: str, step: int | None, dest: str) -> str:
+    """The part of `fetch_capsule` that talks to a server; runs in the client's process."""
+    import wandb
+
+    api = wandb.Api(timeout=30)
+    if ":" in where.rsplit("/", 1)[1]:
+        artifact = _asked(lambda: api.artifact(where), f"artifact {where}")
+        if step is not None and artifact.metadata.get("step") != step:
+            raise ReferenceNotFoundError(f"{where} is the capsule of step {artifact.metadata.get('step')}, not {step}")
+    else:
+        run = _asked(lambda: api.run(where), f"run {where}")
+        artifacts = [artifact for artifact in run.logged_artifacts() if artifact.type == KIND]
+        capsules = [_held(where, str(index), artifact) for index, artifact in enumerate(artifacts)]
+        artifact = artifacts[int(held.choose(capsules, step, f"W&B run {where}").where)]
+    entries = artifact.manifest.entries
+    for name, entry in entries.items():
+        _check(name)
+        if entry.ref is not None:
+            raise CapsuleError(f"{name[:120]!r} of {where} is a reference to somewhere else; a capsule holds its files itself")
+    if sum(entry.size or 0 for entry in entries.values()) > LARGEST:
+        raise CapsuleError(f"{where} claims more than {LARGEST // 1024**3} GiB")
+    target = Path(dest) / artifact.name.partition(":")[0]
+    part = held.staging(target)
+    artifact.download(root=str(part), skip_cache=True)
+    return str(held.place(part, target))
+
+
+def _asked(question: Any, what: str) -> Any:
+    """W&B's client raises the same class for "not there" and "no connection"; only the words differ."""
+    try:
+        return question()
+    except Exception as error:
+        text = str(error)
+        if any(words in text.lower() for words in ("could not find", "not found", "unable to fetch", "does not exist")):
+            raise ReferenceNotFoundError(f"there is no {what}") from None
+        raise
+
+
+def _held(run: str, where: str, artifact: Any) -> HeldCapsule:
+    created = datetime.fromisoformat(artifact.created_at.replace("Z", "+00:00")).timestamp()
+    return HeldCapsule(int(artifact.metadata.get("step", -1)), created, run, where)
+
+
+def _check(name: str) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or not path.parts:
+        raise CapsuleError(f"unsafe path in the artifact: {name[:120]!r}")
+
+
+def _from_disk(folder: Path, step: int | None, dest: Path) -> Path:
+    recorded = wandb_file.load(folder)
+    artifacts = {artifact.name: artifact for artifact in recorded.artifacts if artifact.kind == KIND}
+    capsules = [
+        HeldCapsule(int(artifact.metadata.get("step", -1)), float(order), recorded.run_id, name)
+        for order, (name, artifact) in enumerate(artifacts.items())
+    ]
+    artifact = artifacts[held.choose(capsules, step, str(folder)).where]
+    target = dest / PurePosixPath(artifact.name).name
+    part = held.staging(target)
+    for name, entry in artifact.files.items():
+        _check(name)
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(_find(folder, artifact, name, entry), part / name)
+    return held.place(part, target)
+
+
+def _find(folder: Path, artifact: RecordedArtifact, name: str, entry: FileEntry) -> Path:
+    """Where the bytes of a file are: where they were, or, when the run directory has moved, at the same place in it."""
+    old = Path(entry.local)
+    above = [parent for parent in folder.absolute().parents if parent.name][:3]
+    moved = [parent.joinpath(*old.parts[-depth:]) for parent in above for depth in range(2, min(len(old.parts), 8))]
+    for path in (old, *moved):
+        if path.is_file() and not path.is_symlink() and _md5(path) == entry.md5:
+            return path
+    raise ReferenceNotFoundError(f"{name} of {artifact.name} is neither at {old} nor near {folder}, as it was recorded")
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as handle:
+        digest = hashlib.md5(usedforsecurity=False)
+        while piece := handle.read(1024 * 1024):
+            digest.update(piece)
+    return base64.b64encode(digest.digest()).decode()
