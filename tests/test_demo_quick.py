@@ -19,7 +19,7 @@ from trackbridge.demo.train import Plan, Schedule
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ``trackbridge demo --quick --json`` says, from an empty folder. One thread: the machine is shared with other tests."""
+    """What ``trackbridge demo --quick --json`` says, from an empty folder. One thread: other tests run beside it."""
     folder = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         [sys.executable, "-m", "trackbridge.cli", "demo", "--quick", "--json", "--dir", "demo-run"],
@@ -70,7 +70,7 @@ def test_it_leaves_what_its_documentation_says(told: Any) -> None:
         "pulled",
         "wandb-report.json",
     } <= there
-    assert {path.name for path in told["folder"].iterdir()} == {"demo-run"}
+    assert [path.name for path in told["folder"].iterdir()] == ["demo-run"], "nothing lands beside it"
     assert "spike at" in (folder / "loss.svg").read_text(encoding="utf-8")
     assert "Where it is" in (folder / "report.html").read_text(encoding="utf-8")
 

@@ -136,6 +136,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if hasattr(value, "item") and getattr(value, "size", 2) == 1:
         return _plain(value.item())
     return repr(value)
