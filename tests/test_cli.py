@@ -126,12 +126,18 @@ def test_replay_incomplete_is_status_2(recorded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", ["tests.replays", "tests.no_such_module:build", "tests.replays:no_such_function", "json:loads"]
+    "build", ["tests.replays", "tests.no_such_module:build", "tests.replays:no_such_function", "builtins:dict"]
 )
 def test_replay_that_cannot_run_is_status_3_and_one_line(recorded: Path, build: str) -> None:
     result = call("replay", recorded, "--build", build)
     assert result.exit_code == 3
     assert one_line(result.stderr).startswith("trackbridge: ")
+
+
+def test_an_error_in_the_users_own_code_keeps_its_traceback(recorded: Path) -> None:
+    result = call("replay", recorded, "--build", "json:loads")
+    assert result.exit_code == 3
+    assert "Traceback" in result.stderr and "TypeError" in result.stderr
 
 
 def build_with_another_step() -> Any:

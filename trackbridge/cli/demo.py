@@ -92,7 +92,7 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
         "trackers": [asdict(answer) for answer in delivered],
         "capsule": capsule.path if capsule else None,
         "replay": report,
-        "files": {name: str(path.absolute()) for name, path in paths.items()},
+        "files": {name: path.absolute() for name, path in paths.items()},
         "promises": [asdict(promise) for promise in story.promises],
     }
 

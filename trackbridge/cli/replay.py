@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,9 @@ def replay(
         report = _replay(reference, build, dest, runs)
     except TrackbridgeError as error:
         typer.echo(f"trackbridge: {error}", err=True)
+        raise typer.Exit(ERROR) from None
+    except Exception:  # in the user's own code, whose traceback is what they need
+        traceback.print_exc()
         raise typer.Exit(ERROR) from None
     if json:
         typer.echo(report.model_dump_json())
@@ -74,7 +78,7 @@ def _replay(reference: str, build: str, dest: Path | None, runs: int) -> ReplayR
         made = function(build)
     with progress.status(f"Fetching {reference} ..."):
         capsule = pull(reference, dest)
-    with Progress(console=progress) as bar:
+    with Progress(console=progress, transient=True, disable=not progress.is_terminal) as bar:
         first = capsule.restart_step
         task = bar.add_task("Replaying", total=None)
 

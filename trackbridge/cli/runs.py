@@ -21,7 +21,7 @@ def runs(
     with console(stderr=True).status(f"Reading {folder} ..."):
         found = [(summary, shipper.status(summary.path)) for summary in history.runs(folder)]
     if json:
-        emit([{**asdict(s), "path": str(s.path), "lag": {b.kind: b.lag for b in backends}} for s, backends in found])
+        emit([{**asdict(s), "lag": {b.kind: b.lag for b in backends}} for s, backends in found])
         return
     from rich.table import Table
 

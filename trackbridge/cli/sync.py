@@ -32,7 +32,8 @@ def sync(
 
     backends = shipper.configured(history.find(directory), to) if to else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True)) as progress:
+    shown = console(stderr=True)
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
         report = shipper.sync(directory, backends, follow=follow, timeout=timeout, on_progress=_advance(progress))
     if json:
         emit({**asdict(report), "busy": dict(report.busy), "complete": report.complete})
