@@ -65,8 +65,8 @@ class Artifacts:
 
     # -- mutations ---------------------------------------------------------------------------------------------------
 
-    def create(self, given: Object) -> Object:
-        key = (given["entityName"], given["projectName"], given["artifactCollectionName"])
+    def create(self, given: Object, entity: str) -> Object:
+        key = (given["entityName"] or entity, given["projectName"], given["artifactCollectionName"])
         collection = self.collections.setdefault(key, Collection(key, given["artifactTypeName"]))
         if collection.kind != given["artifactTypeName"]:
             raise ValueError(f"artifact {key[2]} already exists with type {collection.kind}")

@@ -162,7 +162,7 @@ class WandbServer:
             "upsertModel": lambda input: {"model": self.project(input.get("entityName"), input["name"]), "inserted": False},
             "createRunFiles": lambda input: runs.create_files(input),
             "notifyScriptableRunAlert": lambda input: runs.alert(input),
-            "createArtifact": lambda input: artifacts.create(input),
+            "createArtifact": lambda input: artifacts.create(input, self.entity),
             "createArtifactManifest": lambda input: artifacts.create_manifest(input),
             "updateArtifactManifest": lambda input: artifacts.update_manifest(input),
             "createArtifactFiles": lambda input: artifacts.create_files(input),

@@ -1,0 +1,140 @@
+"""W&B: which mode, where to look, what is said once, and what never leaves."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from wandb_kit import Connect, QuickConfig
+
+from tests.wandb_server import KEY, Stall, WandbServer
+from trackbridge import plugins
+from trackbridge.backends import wandb_file
+from trackbridge.backends.wandb import WandbConfig
+from trackbridge.backends.wandb_rows import ANOMALY
+from trackbridge.errors import MissingExtraError
+from trackbridge.names import SEQ
+from trackbridge.records import Params, RunInfo
+from trackbridge.testing import T0, anomaly, artifact, deliver, end, rows
+
+
+def test_without_a_key_it_is_offline_and_says_so_once(
+    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", str(Path(run.directory) / "no-netrc"))
+    config = QuickConfig(base_url=wandb_server.url)
+    assert config.where(run) is None
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        backend = config.build()
+        backend.open(run)
+        deliver(backend, rows(range(3)))
+        backend.close(end(3), timeout=20)
+    assert [record.getMessage().count("wandb login") for record in caplog.records] == [1]
+    assert len(wandb_file.load(Path(run.directory) / "wandb").history) == 3
+    assert not wandb_server.runs.all
+
+
+def test_netrc_counts_as_a_key(
+    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine 127.0.0.1:{wandb_server.port}\n  login user\n  password {KEY}\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    config = QuickConfig(base_url=wandb_server.url)
+    backend = config.build()
+    backend.open(run)
+    backend.close(None, timeout=5)
+    assert config.where(run) == f"{wandb_server.url}/team/contract/runs/run-0001"
+
+
+def test_wandb_mode_is_obeyed(wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    backend = QuickConfig(base_url=wandb_server.url).build()
+    with wandb_server.fault(Stall()) as asked:
+        backend.open(run)
+        backend.close(end(0), timeout=20)
+    assert asked.hits == 0
+
+
+def test_what_where_says_offline_uploads_all_lives(
+    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very command, run by a shell: rows of two lives once each, the artifact, the alert, the end."""
+    config = QuickConfig(mode="offline")
+    for life in range(2):
+        backend = config.build()
+        backend.open(run)
+        deliver(backend, [*rows(range(4 + life * 4)), artifact(8, 3, run, "a", {"x": b"1"}), anomaly(9, 3)][: 4 + 6 * life])
+        backend.close(end(10, "failed") if life else None, timeout=20)
+    command = config.where(run)
+    assert command is not None and command.startswith("wandb sync ")
+    monkeypatch.setenv("WANDB_BASE_URL", wandb_server.url)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    held = wandb_server.run("contract", "run-0001")
+    assert [row[SEQ] for row in held.history()] == list(range(8))
+    assert wandb_server.artifacts.files(("team", "contract", "a")) == {"x": b"1"}
+    assert (held.state, held.exit_code, len(held.alerts)) == ("failed", 1, 1)
+
+
+def test_an_alert_is_raised_once_an_anomaly(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    first = anomaly(3, 2)
+    again = first.updated(seq=4, recovered_after=2)
+    for records in ([*rows(range(3)), first], [*rows(range(3)), first, again, anomaly(5, 9)]):
+        backend = connect(run)
+        deliver(backend, records)
+        assert backend.close(None, timeout=20) == records[-1].seq
+    held = wandb_server.run("contract", "run-0001")
+    assert [alert["title"] for alert in held.alerts] == ["spike at step 2: train/loss", "spike at step 9: train/loss"]
+    assert held.summary[f"{ANOMALY}spike-2"]["recovered_after"] == 2
+
+
+def test_the_run_is_found_as_it_was_described(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    backend = connect(replace(run, group="ablation"))
+    deliver(
+        backend, [Params(0, T0, {"config": {"lr": float("nan")}, "provenance": {"git": "abc"}}), *rows(range(2), first_seq=1)]
+    )
+    backend.close(end(3, "killed"), timeout=20)
+    held = wandb_server.run("contract", "run-0001")
+    assert (held.display, held.group, held.tags, held.exit_code) == ("a run", "ablation", ["t", "killed"], 255)
+    assert held.settings()["lr"] == "NaN" and held.settings()["trackbridge/provenance"] == {"git": "abc"}
+    assert not held.files.keys() & {"requirements.txt", "wandb-metadata.json", "output.log"}
+    backend = connect(run)
+    backend.close(None, timeout=5)
+    assert held.tags == ["t"], "a run that goes on is not killed any more"
+
+
+def test_no_key_is_written_down(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    backend = connect(run)
+    deliver(backend, [*rows(range(3)), artifact(3, 1, run, "a", {"x": b"1"})])
+    backend.close(end(4), timeout=20)
+    files = [path for path in Path(run.directory).rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+    assert "key" not in WandbConfig.model_fields
+
+
+def test_everything_stays_in_the_run_directory(
+    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    backend = QuickConfig(mode="offline").build()
+    backend.open(run)
+    deliver(backend, [*rows(range(3)), artifact(3, 1, run, "a", {"x": b"1"})])
+    assert backend.close(end(4), timeout=20) == 4
+    assert list(home.rglob("*")) == []
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'trackbridge\[wandb\]'"):
+        WandbConfig().check()
+    assert plugins.load(plugins.BACKENDS, "wandb") is WandbConfig
