@@ -6,7 +6,8 @@ Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scal
     calm     += d * scale * psi_calm             a slower level, steadier where the series is stationary
     expected  = calm, but no further than `calm_band` sigmas from level + slope
     scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))
-    tail     += h * ((min(u, 7) - 2)+ - tail)    mean excess over two sigmas; Gaussian noise has 0.0085
+    steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
+    tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
 
 A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1))`` with ``t = max(1, tail / tail_free)``: a series whose
 ordinary batches are heavy-tailed gets a wider band. The tail is learned from values *inside* the band, and from the first
@@ -38,9 +39,9 @@ from trackbridge.detectors.lean import Lean
 from trackbridge.detectors.state import SeriesState
 from trackbridge.detectors.units import Units, is_global_gradient, is_loss
 
-_TAIL_CAP = 7.0
-_TAIL_PRIOR = 0.02  # a new series is taken for mildly heavy-tailed until `_TAIL_START` values have spoken
-_TAIL_START = 200
+_TAIL_CAP = 3.5
+_TAIL_PRIOR = 0.0125  # a new series counts as mildly heavy-tailed until `_TAIL_START` values have spoken
+_TAIL_START = 100
 _YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
 
 
@@ -53,10 +54,12 @@ class Tuning:
     calm_gain: float = 0.05
     calm_band: float = 0.3
     scale_gain: float = 1 / 45
+    steady_gain: float = 1 / 200
+    steady_band: float = 0.2
     clip: float = 2.0
     tail_gain: float = 1 / 800
-    tail_free: float = 0.0125
-    tail_span: float = 2.7
+    tail_free: float = 0.0105
+    tail_span: float = 4.0
     accept_below: int = 5
     settled: float = 1.0
 
@@ -71,13 +74,14 @@ class BandDetector(SeriesState):
     """See the module's docstring. Memory does not grow with steps."""
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
-        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
+        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
         "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "hot": False,
     }  # fmt: skip
     level: FloatArray
     slope: FloatArray
     calm: FloatArray
     scale: FloatArray
+    steady: FloatArray
     tail: FloatArray
     fast: FloatArray  # averages over the present excursion
     slow: FloatArray
@@ -86,7 +90,7 @@ class BandDetector(SeriesState):
     still: IntArray  # latest values of it, in a row, that were settled
     onset: IntArray  # step at which the present or latest excursion above the band, or drift, began
     last_out: IntArray  # latest step above the band or in a drift; -1: never
-    hot: BoolArray  # the latest value was above two sigmas
+    hot: BoolArray  # the latest value was beyond two sigmas
 
     def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
         super().__init__()
@@ -118,7 +122,9 @@ class BandDetector(SeriesState):
         if seen.size and not seen.all():
             self._begin(ok & (seen == 0), x)
         ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
-        scale = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
+        own = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
+        play = tune.steady_band * own
+        scale = np.minimum(np.maximum(self.steady, own - play), own + play)
         play = tune.calm_band * scale
         expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
         u = (x - expected) / scale
@@ -132,7 +138,7 @@ class BandDetector(SeriesState):
             for i in np.flatnonzero(present & ~finite).tolist()
         ]
         young = np.reciprocal(seen.astype(np.float64) + 1.0)
-        self._learn(x, u, ahead, scale, learn, young)
+        self._learn(x, u, ahead, expected, own, scale, learn, young)
         if above.any() or below.any() or self.run.any():
             verdicts += self._excursions(step, x, u, expected, scale, ok, above, below)
         verdicts += self._drifts(step, x, scale, learn, young, factor)
@@ -158,13 +164,15 @@ class BandDetector(SeriesState):
         return above & ready, below & ready
 
     def _learn(
-        self, x: FloatArray, u: FloatArray, ahead: FloatArray, scale: FloatArray, learn: BoolArray, young: FloatArray
-    ) -> None:
+        self, x: FloatArray, u: FloatArray, ahead: FloatArray, expected: FloatArray, own: FloatArray, scale: FloatArray,
+        learn: BoolArray, young: FloatArray,
+    ) -> None:  # fmt: skip
         tune = self.tuning
         gate = learn.astype(float)
         second = learn & (self.seen == 1)
         if second.any():  # the first difference sets the scale
-            scale = np.where(second, np.maximum(np.abs(u) * scale / math.sqrt(2), scale), scale)
+            own = np.where(second, np.maximum(np.abs(u) * scale / math.sqrt(2), own), own)
+            scale = np.where(second, own, scale)
             u = np.where(second, np.sign(u), u)
         reach = tune.clip * scale
         move = np.minimum(np.maximum(x - ahead, -reach), reach) * gate
@@ -172,18 +180,24 @@ class BandDetector(SeriesState):
         self.level += gate * self.slope + np.maximum(tune.level_gain, young) * move
         self.slope += tune.slope_gain * move
         self.calm += np.maximum(tune.calm_gain, young) * calm
-        square = np.minimum(u * u, tune.clip**2) / self._moment - 1.0
-        gain = np.minimum(np.maximum(tune.scale_gain, _YOUNG_SCALE * young), 0.5)
-        grown = scale * np.sqrt(np.maximum(1.0 + gain * square, 0.25))
-        self.scale += gate * (self.seen > 0) * (grown - self.scale)
+        gate *= self.seen > 0
+        early = np.minimum(_YOUNG_SCALE * young, 0.5)
+        self.scale += gate * (self._rescaled(own, (x - expected) / own, np.maximum(tune.scale_gain, early)) - self.scale)
+        self.steady += gate * (self._rescaled(scale, u, np.maximum(tune.steady_gain, early)) - self.steady)
 
         warm = self.seen >= self.settings.warmup
-        over = u > 2.0
+        size = np.abs(u)
+        over = size > 2.0
         count = learn & warm & ~(over & self.hot)  # of a cluster over two sigmas only the first value counts
-        excess = np.where(over, np.minimum(u, _TAIL_CAP) - 2.0, 0.0)
+        excess = np.where(over, (np.minimum(size, _TAIL_CAP) - 2.0) / 2, 0.0)
         gain = np.maximum(tune.tail_gain, 1.0 / (np.maximum(self.seen - self.settings.warmup, 0) + _TAIL_START))
         self.tail += count * gain * (excess - self.tail)
         self.hot = np.where(learn, over, self.hot)
+
+    def _rescaled(self, scale: FloatArray, u: FloatArray, gain: FloatArray) -> FloatArray:
+        """`scale` after a residual of `u` scales."""
+        square = np.minimum(u * u, self.tuning.clip**2) / self._moment - 1.0
+        return np.asarray(scale * np.sqrt(np.maximum(1.0 + gain * square, 0.25)), np.float64)
 
     def _excursions(
         self, step: int, x: FloatArray, u: FloatArray, expected: FloatArray, scale: FloatArray, ok: BoolArray,
