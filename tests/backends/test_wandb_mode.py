@@ -86,10 +86,10 @@ def test_what_where_says_offline_uploads_all_lives(
 def test_an_alert_is_raised_once_an_anomaly(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
     first = anomaly(3, 2)
     again = first.updated(seq=4, recovered_after=2)
-    for records in ([*rows(range(3)), first], [*rows(range(3)), first, again, anomaly(5, 9)]):
+    for records, final in (([*rows(range(3)), first], None), ([*rows(range(3)), first, again, anomaly(5, 9)], end(6))):
         backend = connect(run)
         deliver(backend, records)
-        assert backend.close(None, timeout=20) == records[-1].seq
+        assert backend.close(final, timeout=20) == (final or records[-1]).seq
     held = wandb_server.run("contract", "run-0001")
     assert [alert["title"] for alert in held.alerts] == ["spike at step 2: train/loss", "spike at step 9: train/loss"]
     assert held.summary[f"{ANOMALY}spike-2"]["recovered_after"] == 2

@@ -129,6 +129,9 @@ class WandbBackend:
         """Ask for everything to be sent, and for the run to be marked if this is its end."""
         self._call("settle")
         if self._end is not None:
+            for record in list(self._facts.values()):
+                if isinstance(record, Anomaly):
+                    self._alert(record)  # a run that has ended takes no alert
             self._facts[self._end.seq] = self._end
             self._given = max(self._given, self._end.seq)
             code = {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
