@@ -22,7 +22,7 @@ def page_data(capsule: SpikeCapsule) -> PageData:
     """What the page of `capsule` says."""
     anomaly = capsule.anomaly
     return PageData(
-        title=f"{anomaly.kind} at step {anomaly.step}",
+        title=f"{anomaly.kind.capitalize()} in {anomaly.series} at step {anomaly.onset}",
         series=_series(capsule),
         anomalies=(anomaly,),
         hypotheses=anomaly.hypotheses,
