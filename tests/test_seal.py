@@ -229,7 +229,7 @@ def test_the_post_mortem_says_what_the_record_knows(tmp_path: Path) -> None:
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
     page = (seal(a_run(tmp_path / "run-1", snapshots=(15,)).path, "a-20") / "report.html").read_text()
-    assert "spike at step 21" in page and "head.weight" in page and 'src="http' not in page and "re-execute" in page
+    assert "Spike in train/loss at step 20" in page and "head.weight" in page and 'src="http' not in page and "re-execute" in page
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -244,8 +244,9 @@ def test_the_command(tmp_path: Path) -> None:
         )  # fmt: skip
 
     done = command(str(directory.path), "a-20")
-    assert (done.returncode, done.stdout.strip()) == (0, str(directory.capsules / "spike-21"))
+    assert (done.returncode, done.stdout) == (0, f"a-20\t{directory.capsules / 'spike-21'}\n")
     assert done.stderr.splitlines() == ["False"], "sealing needs no torch and says nothing when all is well"
-    done = command(str(directory.path), "nothing")
-    assert done.returncode == 1 and done.stderr.startswith("no anomaly 'nothing'") and done.stdout == ""
+    done = command(str(directory.path), "nothing", "a-20")
+    assert done.returncode == 1 and done.stderr.startswith("nothing: no anomaly 'nothing'")
+    assert done.stdout.startswith("a-20\t"), "the others are sealed all the same"
     assert command(str(directory.path)).returncode == 2

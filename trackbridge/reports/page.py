@@ -166,7 +166,7 @@ def _hypotheses(hypotheses: Sequence[Hypothesis]) -> str:
     for rank, h in enumerate(hypotheses, 1):
         evidence = "".join(f'<li class="for">{escape(text)}</li>' for text in h.evidence_for)
         evidence += "".join(f'<li class="against">{escape(text)}</li>' for text in h.evidence_against)
-        advice = f"<p class=advice>{escape(h.intervention)}</p>" if h.intervention else ""
+        advice = f"<p class=advice>To test it: {escape(h.intervention)}</p>" if h.intervention else ""
         items.append(f"<article><h3>{rank}. {escape(h.name)}</h3><ul>{evidence}</ul>{advice}</article>")
     return f"<section><h2>Hypotheses</h2><div class=hypotheses>{''.join(items)}</div></section>"
 
