@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trackbridge.names import is_wide
+
 LOSS = "train/loss"
 RATE = "train/lr"
 _F32_MANTISSA = 24
@@ -61,10 +63,21 @@ def comparable(series: str) -> bool:
     return not series.startswith(_NOT_COMPARED) and series not in _NOT_COMPARED_EXACT
 
 
+_TOTALS = {
+    "grad/norm_clipped": "layer/*/grad_norm",
+    "param/norm": "layer/*/weight_norm",
+    "optim/exp_avg_norm": "layer/*/exp_avg_norm",
+    "optim/exp_avg_sq_norm": "layer/*/exp_avg_sq_norm",
+    "optim/update_ratio": "layer/*/update_ratio",
+}
+
+
 def family(series: str) -> str:
-    """The statistic of a wide series over all layers (``layer/*/grad_norm``), else the series itself."""
+    """The statistic that a series is one of: over all layers (``layer/*/grad_norm``), its total included, or the series."""
     parts = series.split("/")
-    return f"{parts[0]}/*/{parts[-1]}" if len(parts) > 2 and parts[0] in ("layer", "act") else series
+    if len(parts) > 2 and parts[0] in ("layer", "act"):
+        return f"{parts[0]}/*/{parts[-1]}"
+    return _TOTALS.get(series, series)
 
 
 def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) -> tuple[int, list[Difference]]:
@@ -93,9 +106,9 @@ def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) ->
         if difference.ulp > 0:
             found.append(difference)
     if not first:
-        families = {family(series) for series in recorded}
+        families = {family(series) for series in recorded if is_wide(series)}
         for series, value in seen.values.items():
-            if series not in recorded and "/*/" in family(series) and family(series) in families and comparable(series):
+            if series not in recorded and is_wide(series) and family(series) in families and comparable(series):
                 found.append(Difference(series, None, value, math.inf))
     return compared, found
 

@@ -12,8 +12,11 @@ from trackbridge.replay.compare import LOSS, Difference, Observation, comparable
 from trackbridge.replay.report import Divergence, StepReport, Verdict
 
 NOISE_FACTOR = 4.0
-"""A difference from the record is noise while it is at most this many times the largest difference that two replays had so
-far in the same statistic (of any layer). Two replays are a small sample of the noise; a flipped bit is not near it."""
+"""A difference from the record is noise while it is at most this many times the largest difference that replays had so far
+in the same statistic (of any layer), and one ULP for the rounding. A few replays are a small sample of the noise; a flipped
+bit is not near it."""
+
+SUSPECTS = 8
 
 _NOT_REPRODUCED = (
     "the replay differs from the record by more than the replays differ from each other: a transient fault of the recording "
@@ -47,7 +50,8 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
     """The verdict over all replays of a window. Never "exact" unless every compared series of every step of every replay is
     the recorded one, the loss among them, and the random state is, before and after each step."""
     steps: list[StepReport] = []
-    first: Divergence | None = None
+    left_at: int | None = None
+    differences_from: list[list[Difference]] = []
     within = True
     floors: dict[str, float] = {}
     problems: dict[str, int] = {}
@@ -63,10 +67,11 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
             series: min(next((d.ulp for d in differences if d.series == series), 0.0) for _, differences in results)
             for series in every
         }
-        within = within and all(ulp <= NOISE_FACTOR * floors.get(family(series), 0.0) for series, ulp in nearest.items())
+        within = within and all(_is_noise(series, ulp, floors) for series, ulp in nearest.items())
         worst = max(every.values(), key=lambda d: d.ulp, default=None)
-        if every and first is None:
-            first = blame(step, recorded, list(every.values()))
+        left_at = step if every and left_at is None else left_at
+        if left_at is not None:
+            differences_from.append(list(every.values()))
         if LOSS not in recorded:
             no_loss.append(step)
         for ran in runs:
@@ -87,6 +92,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
                 rng="inexact" if not before_ok else "exact" if after_ok else "differs after",
             )
         )
+    first = None if left_at is None else blame(left_at, record[left_at], differences_from)
     verdict, reason, missing = _verdict(steps, first, within, problems, no_loss)
     noise_ulp = max((report.noise_ulp for report in steps), default=0.0)
     return Judgement(verdict, reason, tuple(steps), first, noise_ulp, missing)
@@ -125,6 +131,11 @@ def _verdict(
     return "exact", reason, ()
 
 
+def _is_noise(series: str, ulp: float, floors: Mapping[str, float]) -> bool:
+    """Without any noise between the replays nothing is."""
+    return bool(floors) and ulp <= NOISE_FACTOR * (floors.get(family(series), 0.0) + 1.0)
+
+
 def _noise(seen: Sequence[Observation]) -> dict[str, float]:
     """Largest distance between any two replays, by series; 0 is left out."""
     found: dict[str, float] = {}
@@ -141,47 +152,47 @@ def _noise(seen: Sequence[Observation]) -> dict[str, float]:
 # -- which layer
 
 
-def blame(step: int, recorded: Mapping[str, float], differences: Sequence[Difference]) -> Divergence:
-    """The first series that differs in the order of computation (activations as the model runs, loss, the rest), and the
-    parameters that changed most.
+def blame(step: int, recorded: Mapping[str, float], differences: Sequence[Sequence[Difference]]) -> Divergence:
+    """Where the replay left the record: the first series that differs at `step` in the order of computation (activations as
+    the model runs, loss, the rest), and the parameters that changed most. `differences` are those of `step` and of the steps
+    after it.
 
     A parameter under a module whose activations are all as recorded ran before the fault; one under a later module than the
-    first that differs ran after it. Among the others the largest relative change of the weight counts, or of the gradient.
+    first that differs ran after it. Among the others the change of the weight's norm counts, at the first step that has one: a
+    flipped bit stays. Gradients, where no weight was measured, are a guess, since a fault changes them everywhere.
     """
-    by_series = {d.series: d for d in differences}
-    sites = list(dict.fromkeys(name[len(ACT) :].rpartition("/")[0] for name in (*recorded, *by_series) if name.startswith(ACT)))
-    bad = [site for site in sites if any(f"{ACT}{site}/" == name.rpartition("/")[0] + "/" for name in by_series)]
-    cleared = [site for site in sites if site not in bad[:1]] if bad else []
-    suspects = _suspects(differences, cleared)
-    order = [name for name in by_series if bad and name.startswith(f"{ACT}{bad[0]}/")]
-    order += [name for name in (LOSS,) if name in by_series]
-    order += [f"{LAYER}{suspect}/{statistic}" for suspect in suspects[:1] for statistic in ("weight_norm", "grad_norm")]
-    series = next((name for name in order if name in by_series), next(iter(by_series)))
-    difference = by_series[series]
-    layer = suspects[0] if suspects else (bad[0] if bad else None)
+    here = {d.series: d for d in differences[0]}
+    sites = list(dict.fromkeys(name[len(ACT) :].rpartition("/")[0] for name in (*recorded, *here) if name.startswith(ACT)))
+    bad = [site for site in sites if any(name.startswith(ACT) and name[len(ACT) :].rpartition("/")[0] == site for name in here)]
+    suspects = _suspects(differences, cleared=[site for site in sites if site not in bad[:1]] if bad else [])
+    order = [name for name in here if bad and name.startswith(f"{ACT}{bad[0]}/")]
+    order += [LOSS, *(f"{LAYER}{suspect}/grad_norm" for suspect in suspects), *here]
+    series = next(name for name in order if name in here)
     return Divergence(
         step=step,
         series=series,
-        layer=layer,
+        layer=suspects[0] if suspects else (bad[0] if bad else None),
         statistic=series.rpartition("/")[2],
-        recorded=difference.recorded,
-        replayed=difference.replayed,
-        ulp=difference.ulp,
-        suspects=tuple(suspects[1:4]),
+        recorded=here[series].recorded,
+        replayed=here[series].replayed,
+        ulp=here[series].ulp,
+        suspects=tuple(suspects[1 : 1 + SUSPECTS]),
     )
 
 
-def _suspects(differences: Sequence[Difference], cleared: Sequence[str]) -> list[str]:
-    """Parameters by how much they changed, the most first; weights count before gradients."""
-    changes: dict[str, list[float]] = {}
-    for d in differences:
-        if d.series.startswith(LAYER):
-            parameter, _, statistic = d.series[len(LAYER) :].rpartition("/")
-            if not any(parameter.startswith(f"{site}.") for site in cleared):
-                row = changes.setdefault(parameter, [0.0, 0.0])
-                place = 0 if statistic in ("weight_norm", "update_ratio") else 1
-                row[place] = max(row[place], _relative(d))
-    return sorted(changes, key=lambda parameter: changes[parameter], reverse=True)
+def _suspects(differences: Sequence[Sequence[Difference]], cleared: Sequence[str]) -> list[str]:
+    """Parameters that are not under a cleared module, the most changed first."""
+    for statistic, steps in (("weight_norm", differences), ("grad_norm", differences[:1])):
+        for found in steps:
+            changes: dict[str, float] = {}
+            for d in found:
+                if d.series.startswith(LAYER) and d.series.endswith(f"/{statistic}"):
+                    parameter = d.series[len(LAYER) :].rpartition("/")[0]
+                    if not any(parameter.startswith(f"{site}.") for site in cleared):
+                        changes[parameter] = _relative(d)
+            if changes:
+                return sorted(changes, key=lambda parameter: changes[parameter], reverse=True)
+    return []
 
 
 def _relative(d: Difference) -> float:
