@@ -15,10 +15,13 @@ import pytest
 
 import dashboards
 from tests.wandb_server import KEY, WandbServer
-from trackbridge import names
+from trackbridge import load, names
+from trackbridge.errors import UsageError
+from trackbridge.journal import JournalWriter
 from trackbridge.reports import wandb_report
 from trackbridge.reports.wandb_report import Panel, build_spec, from_spec, title_of, to_spec
-from trackbridge.testing import anomaly, run_info
+from trackbridge.rundir import Attempt, RunDirectory, RunFile
+from trackbridge.testing import T0, anomaly, row, run_info
 
 # wandb-workspaces declares its models the old way.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
@@ -55,7 +58,7 @@ def test_every_series_is_in_the_catalogue() -> None:
         for series in [plot["xAxis"], *plot["metrics"]]:
             assert names.describe(series) is not None, series
         if "metricRegex" in plot:
-            members = [family.replace("<parameter>", "h.0.w").replace("<module>", "h.0") for family in families]
+            members = [re.sub("<.*>", "h.0.w", family) for family in families]
             assert any(re.fullmatch(plot["metricRegex"], member) for member in members), plot["metricRegex"]
         assert plot["metrics"] or "metricRegex" in plot
 
@@ -87,6 +90,31 @@ def test_panels_without_a_series_in_the_run_are_left_out() -> None:
     titles = [plot["chartTitle"] for plot in plots(spec)]
     assert titles == ["Loss around the anomaly", "Loss, whole run", "Gradient norm by parameter"]
     assert not Panel("x", ("train/loss",)).draws("eval/train/loss")
+
+
+def test_a_recorded_run_gets_the_panels_of_what_it_sends(tmp_path: Path) -> None:
+    """By default single parameters stay in the journal and their extremes are sent."""
+    directory = RunDirectory(tmp_path / "run")
+    life = Attempt(number=0, start_step=0, time=T0, pid=1, host="h")
+    directory.write(RunFile(project="p", run_id="r", name="n", created=T0, attempts=[life]))
+    values = {"train/loss": 1.0, "layer/w/grad_norm": 2.0, "act/h/kurtosis": float("nan")}
+    journal = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=5.0)
+    for record in [*(row(-1, step, values) for step in range(5)), anomaly(-1, 4), row(-1, 5, values)]:
+        journal.append(record)
+    journal.close()
+    spec = wandb_report.spike_forensics(load(directory.path), entity="e")
+    titles = [plot["chartTitle"] for plot in plots(spec)]
+    assert "Gradient norm by parameter" not in titles
+    assert {"Largest gradient norm of any parameter", "Kurtosis by module", "Series that were NaN or infinite"} <= set(titles)
+    assert "Anomaly score (sparse: no point is lost)" in titles
+
+
+def test_a_run_without_anomalies_has_no_report(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    life = Attempt(number=0, start_step=0, time=T0, pid=1, host="h")
+    directory.write(RunFile(project="p", run_id="r", name="n", created=T0, attempts=[life]))
+    with pytest.raises(UsageError, match="run r has no anomaly"):
+        wandb_report.spike_forensics(load(directory.path))
 
 
 def test_facts_and_the_way_back_are_on_it() -> None:

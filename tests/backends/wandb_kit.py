@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trackbridge.backends import words
 from trackbridge.backends.wandb import WandbBackend, WandbConfig
 from trackbridge.backends.wandb_client import Pace
-from trackbridge.backends.wandb_rows import ANOMALY, ATTEMPT, original
-from trackbridge.names import SEQ, STEP
+from trackbridge.backends.wandb_rows import ANOMALY, original
+from trackbridge.names import ATTEMPT, SEQ, STEP
 from trackbridge.records import RunInfo, RunStatus
 from trackbridge.testing import Points, newest
 

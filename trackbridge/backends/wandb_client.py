@@ -21,8 +21,8 @@ import psutil
 
 from trackbridge.backends import folders
 from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
-from trackbridge.backends.wandb_rows import ANOMALY, ATTEMPT, FLOOR, PARAMS
-from trackbridge.names import SEQ, STEP
+from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
+from trackbridge.names import ATTEMPT, SEQ, STEP
 
 Mode: TypeAlias = Literal["online", "offline"]
 

@@ -10,11 +10,10 @@ import re
 from typing import Any
 
 from trackbridge.backends import words
-from trackbridge.names import SEQ, STEP
+from trackbridge.names import ATTEMPT, SEQ, STEP
 from trackbridge.records import Anomaly, Params, Row
 from trackbridge.rundir import dumps
 
-ATTEMPT = "trackbridge/attempt"
 FLOOR = "trackbridge/facts_until"
 """Summary key: every anomaly, artifact and params record up to this seq has arrived."""
 PARAMS = "trackbridge/params_seq"

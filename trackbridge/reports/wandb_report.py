@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 from trackbridge import names
 from trackbridge.backends import words
+from trackbridge.config import StreamConfig
 from trackbridge.errors import UsageError
 from trackbridge.history import RunRecord
 from trackbridge.plugins import require
-from trackbridge.records import Anomaly
+from trackbridge.records import Anomaly, Row
+from trackbridge.stream import Stream
 
 WINDOW = 50
 """Steps shown before the onset and after the detection."""
@@ -67,8 +69,10 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "What moved first",
         (
+            Panel("Largest gradient norm of any parameter", ("layers/grad_norm_max",), log=True),
+            Panel("Largest kurtosis of any module", ("layers/kurtosis_max",)),
             Panel("Gradient norm by parameter", ("layer/<parameter>/grad_norm",), log=True),
-            Panel("Kurtosis of activations by module", ("act/<module>/kurtosis",)),
+            Panel("Kurtosis by module", ("act/<module>/kurtosis",)),
             Panel("Update-to-weight ratio by parameter", ("layer/<parameter>/update_ratio",), log=True),
             Panel("Largest activation by module", ("act/<module>/max",), log=True),
         ),
@@ -82,6 +86,7 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Throughput", ("perf/tokens_per_s",), width=8),
             Panel("Step time and its parts", ("perf/step_s", "perf/fetch_s", "perf/forward_s", "perf/backward_s"), width=8),
             Panel("Device memory", ("mem/allocated_bytes", "mem/reserved_bytes"), width=8),
+            Panel("Series that were NaN or infinite", ("nonfinite/<series>",), near=False, width=24),
         ),
     ),
 )
@@ -120,7 +125,16 @@ def spike_forensics(record: RunRecord, *, entity: str = "ENTITY", project: str |
     worst = max(record.anomalies, key=lambda anomaly: (anomaly.severity, anomaly.score, -anomaly.onset))
     held = [artifact.name for artifact in record.artifacts if artifact.metadata.get("anomaly_id") == worst.id]
     artifact = held[-1] if held else None
-    return build_spec(record.info, worst, entity, project or record.info.project, artifact=artifact, present=record.names)
+    where = project or record.info.project
+    return build_spec(record.info, worst, entity, where, artifact=artifact, present=_sent(record, worst))
+
+
+def _sent(record: RunRecord, anomaly: Anomaly) -> set[str]:
+    """The series that the stream policy of the run sends to a tracker, as far as the steps around `anomaly` show."""
+    stream = Stream(StreamConfig.model_validate(record.settings.get("stream", {})))
+    near = [row for row in record.rows() if abs(row.step - anomaly.step) <= WINDOW]
+    sent = stream.push(sorted([*near, anomaly], key=lambda record: record.seq)) + stream.finish()
+    return {name for row in sent if isinstance(row, Row) for name in row.schema.names}
 
 
 def title_of(anomaly: Anomaly) -> str:
