@@ -1,0 +1,411 @@
+"""What watching costs: base and instrumented steps interleaved in one process.
+
+    python benchmarks/overhead.py                         # demo model, this machine's CPU, with the field's other tools
+    python benchmarks/overhead.py --device cuda           # GPT-2 124M, bf16 autocast, batch 16 x 1024, eager and compiled
+    python benchmarks/overhead.py --scaling               # cost against the number of parameter tensors and of steps
+
+Each case owns a model, an optimizer and, unless it is a base, a run. Rounds of a few steps go round the cases, so that a drift
+of the machine's clock meets all of them; the figure is the median over rounds of a case's time over that of the base in the
+same round, with the quartiles. The floor is the time to read, at this device's measured bandwidth, every byte that the
+statistics are a function of, averaged over the cadence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trackbridge
+from trackbridge.demo.model import ByteGPT
+
+EVERYTHING: dict[str, Any] = {
+    "parameters": {"gradients_every": 1, "weights_every": 1, "moments_every": 1},
+    "activations": {"sites": "blocks+branches"},
+}
+QUIET: dict[str, Any] = {"recorder": {"enabled": False}, "detection": {"enabled": False}}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        x = x + self.proj(y)
+        return x + self.out(F.gelu(self.fc(self.ln2(x))))
+
+
+class GPT2(nn.Module):
+    """GPT-2 124M."""
+
+    def __init__(
+        self, vocabulary: int = 50304, context: int = 1024, width: int = 768, depth: int = 12, heads: int = 12
+    ) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.lnf = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.wte.weight
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, 0, 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.lnf(x))
+
+
+@dataclass
+class Case:
+    """One way to train. `after` is called once per step with the loss, between clipping and the optimizer."""
+
+    name: str
+    model: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    data: list[Tensor]
+    autocast: bool
+    run: Any = None
+    before_step: Callable[[Tensor], None] = lambda loss: None
+    times: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def step(self) -> None:
+        tokens = self.data[self.steps % len(self.data)]
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = self.forward(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        if self.run is not None:
+            self.run.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.before_step(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.run is not None:
+            self.run.step(loss=loss.detach(), tokens=tokens.numel())
+        self.steps += 1
+
+    def round(self, steps: int) -> float:
+        """Seconds per step, device work included."""
+        wait(self.data[0])
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        wait(self.data[0])
+        return (time.perf_counter() - begin) / steps
+
+
+def wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def make(name: str, device: str, compiled: bool, data: list[Tensor], settings: dict[str, Any] | None, folder: Path) -> Case:
+    torch.manual_seed(0)
+    model: nn.Module = (GPT2() if device == "cuda" else ByteGPT()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device == "cuda")
+    run = None
+    if settings is not None:
+        run = trackbridge.init(dir=folder, strict=True, **settings)
+        run.watch(model, optimizer)
+    forward: Any = torch.compile(model) if compiled else model
+    return Case(name, model, forward, optimizer, data, device == "cuda", run)
+
+
+def naive(case: Case) -> None:
+    """What people write first: one `.item()` per parameter."""
+
+    def norms(loss: Tensor) -> None:
+        [p.grad.norm().item() for p in case.model.parameters() if p.grad is not None]
+
+    case.before_step = norms
+
+
+def wandb_watch(case: Case, folder: Path) -> Callable[[], None]:
+    import wandb
+
+    run = wandb.init(project="overhead", mode="offline", dir=str(folder), settings=wandb.Settings(silent=True))
+    run.watch(case.model, log="all", log_freq=1)
+    case.before_step = lambda loss: run.log({"loss": loss.item()})
+    return run.finish
+
+
+def trainscope(case: Case, folder: Path) -> None:
+    import trainscope as ts
+    from trainscope.core.config import TrainScopeConfig
+
+    scope = ts.TrainScope(case.model, case.optimizer, TrainScopeConfig(run_dir=str(folder), run_name="overhead")).attach()
+    case.before_step = lambda loss: scope.step(loss.item())
+
+
+@contextmanager
+def no_sync(device: str) -> Iterator[None]:
+    """Any synchronising CUDA operation raises."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def bandwidth(device: str) -> float:
+    """Bytes per second of reading, measured."""
+    x = torch.randn((256 << 20) if device == "cuda" else (32 << 20), device=device)
+    times = []
+    for _ in range(12):
+        wait(x)
+        begin = time.perf_counter()
+        x.sum()
+        wait(x)
+        times.append(time.perf_counter() - begin)
+    return x.nbytes / statistics.median(times)
+
+
+def floor_bytes(case: Case, sites: int, hidden: int, settings: dict[str, Any]) -> float:
+    """Bytes of one step that default or full statistics are a function of, each read once, averaged over the cadence."""
+    weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
+    parameters = settings.get("parameters", {})
+    every = parameters.get("weights_every", 10), parameters.get("moments_every", 10)
+    return weights + 2 * weights / every[0] + 2 * weights / every[1] + sites * hidden
+
+
+def synchronisations(case: Case) -> list[str]:
+    """CUDA synchronise calls made by this thread in two steps, from a profiler trace."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        case.step()
+        case.step()
+        names = [event.name for event in (trace.events() or [])] if False else []
+    return [event.name for event in trace.events() if "ynchronize" in event.name] + names
+
+
+def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
+    device = arguments.device
+    folder = Path(tempfile.mkdtemp(prefix="overhead-"))
+    shape = (16, 1025) if device == "cuda" else (8, 129)
+    vocabulary = 50257 if device == "cuda" else 256
+    data = [torch.randint(0, vocabulary, shape, device=device) for _ in range(8)]
+    closing: list[Callable[[], Any]] = []
+    configurations: dict[str, dict[str, Any] | None] = {
+        "base": None,
+        "base again": None,
+        "probes, default": dict(QUIET),
+        "probes, everything": {**QUIET, **EVERYTHING},
+        "trackbridge, default": {},
+    }
+    cases = {}
+    for name, settings in configurations.items():
+        if arguments.only and name not in ("base", *arguments.only):
+            continue
+        cases[name] = make(name, device, compiled, data, settings, folder / name.replace(", ", "-"))
+    if arguments.peers:
+        cases["naive .item()"] = make("naive", device, compiled, data, None, folder)
+        naive(cases["naive .item()"])
+        cases["wandb.watch, all"] = make("wandb", device, compiled, data, None, folder)
+        closing.append(wandb_watch(cases["wandb.watch, all"], folder))
+        cases["trainscope, default"] = make("trainscope", device, compiled, data, None, folder)
+        trainscope(cases["trainscope, default"], folder / "trainscope")
+    for case in cases.values():
+        for _ in range(arguments.warmup):
+            case.step()
+    memory = {}
+    if device == "cuda":
+        for name, case in cases.items():
+            torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated()
+            for _ in range(11):
+                case.step()
+            wait(data[0])
+            memory[name] = torch.cuda.max_memory_allocated() - base
+        from torch._dynamo.utils import counters
+
+        graphs = counters["stats"]["unique_graphs"]
+    for number in range(arguments.rounds):
+        order = list(cases.values())
+        order = order[number % len(order) :] + order[: number % len(order)]
+        for case in order:
+            with no_sync(device if case.run is not None else "cpu"):
+                case.times.append(case.round(arguments.steps) if device == "cpu" else timed(case, arguments.steps))
+    read = bandwidth(device)
+    result: dict[str, Any] = {
+        "device": device_name(device),
+        "compiled": compiled,
+        "read_bytes_per_s": read,
+        "torch": torch.__version__,
+    }
+    base = cases["base"]
+    rows = result["cases"] = {}
+    for name, case in cases.items():
+        ratios = [mine / theirs - 1 for mine, theirs in zip(case.times, base.times, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows[name] = {"ms": 1e3 * statistics.median(case.times), "overhead": middle, "quartiles": [low, high]}
+        if name in memory:
+            rows[name]["memory_bytes"] = memory[name] - memory["base"]
+        settings = configurations.get(name)
+        if settings is not None:
+            hidden = data[0][:, 1:].numel() * (768 * 2 if device == "cuda" else 192 * 4)
+            depth = 12 if device == "cuda" else 6
+            sites = 1 + (3 * depth if "activations" in settings else depth)
+            rows[name]["floor_ms"] = 1e3 * floor_bytes(case, sites, hidden, settings) / read
+            rows[name]["cost_ms"] = 1e3 * (statistics.median(case.times) - statistics.median(base.times))
+    if device == "cuda":
+        result["recompiles_after_warmup"] = counters["stats"]["unique_graphs"] - graphs
+        result["graph_breaks"] = sum(counters["graph_break"].values())
+        for name, case in cases.items():
+            rows[name]["synchronise_calls"] = len(synchronisations(case))
+    for case in cases.values():
+        if case.run is not None:
+            case.run.finish()
+    for close in closing:
+        close()
+    return result
+
+
+def timed(case: Case, steps: int) -> float:
+    """As `Case.round`, with the waiting outside of the region in which waiting is an error."""
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    if case.run is not None:
+        torch.cuda.set_sync_debug_mode("error")
+    begin = time.perf_counter()
+    for _ in range(steps):
+        case.step()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / steps
+
+
+class Many(nn.Module):
+    """`tensors` small parameters in a chain."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((64,), 1.0 + 1e-3 * i / tensors) for i in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack(list(self.scales)).mean(0) * x
+
+
+def scaling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds that watching adds to a step, against the number of parameter tensors; and early and late in a run."""
+    rows = {}
+    for tensors in (10, 50, 250, 1000, 5000):
+        times: dict[bool, list[float]] = {True: [], False: []}
+        cases = {}
+        for watched in (False, True):
+            model = Many(tensors).to(arguments.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            run = None
+            if watched:
+                run = trackbridge.init(dir=tempfile.mkdtemp(), strict=True, **QUIET)
+                run.watch(model, optimizer)
+            cases[watched] = (model, optimizer, run)
+        x = torch.randn(8, 64, device=arguments.device)
+        steps = 60 if tensors < 1000 else 24
+        for _step in range(steps):
+            for watched, (model, optimizer, run) in cases.items():
+                wait(x)
+                begin = time.perf_counter()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run:
+                    run.step()
+                wait(x)
+                times[watched].append(time.perf_counter() - begin)
+        cases[True][2].finish()
+        added = [1e3 * (on - off) for on, off in zip(times[True], times[False], strict=True)][4:]
+        half = len(added) // 2
+        rows[tensors] = {
+            "added_ms": statistics.median(added),
+            "per_tensor_us": 1e3 * statistics.median(added) / tensors,
+            "first_half_ms": statistics.median(added[:half]),
+            "second_half_ms": statistics.median(added[half:]),
+        }
+    return {"device": device_name(arguments.device), "scaling": rows}
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def show(result: dict[str, Any]) -> None:
+    print(
+        f"\n{result['device']}, torch {result.get('torch', torch.__version__)}, "
+        f"{'compiled' if result.get('compiled') else 'eager'}"
+    )
+    if "read_bytes_per_s" in result:
+        print(f"reads {result['read_bytes_per_s'] / 1e9:.0f} GB/s")
+    for name, row in result.get("cases", {}).items():
+        low, high = row["quartiles"]
+        extra = "".join(
+            f"  {key} {row[key]:.3g}" for key in ("cost_ms", "floor_ms", "memory_bytes", "synchronise_calls") if key in row
+        )
+        print(f"  {name:24s} {row['ms']:8.2f} ms  {100 * row['overhead']:+7.2f}%  [{100 * low:+.2f}, {100 * high:+.2f}]{extra}")
+    for key in ("recompiles_after_warmup", "graph_breaks"):
+        if key in result:
+            print(f"  {key}: {result[key]}")
+    for tensors, row in result.get("scaling", {}).items():
+        print(f"  {tensors:5d} tensors: " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()))
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--mode", choices=["eager", "compiled", "both"], default=None, help="default: eager on cpu, both on cuda"
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    parser.add_argument("--warmup", type=int, default=12)
+    parser.add_argument("--only", nargs="*", help="names of the cases besides the base")
+    parser.add_argument("--peers", action="store_true", help="also wandb.watch, trainscope and a naive loop")
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if arguments.scaling:
+        results = [scaling(arguments)]
+    else:
+        mode = arguments.mode or ("both" if arguments.device == "cuda" else "eager")
+        results = [
+            compare(arguments, compiled) for compiled in (False, True) if mode in ("both", ("eager", "compiled")[compiled])
+        ]
+    for result in results:
+        show(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
