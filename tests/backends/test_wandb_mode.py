@@ -105,9 +105,13 @@ def test_the_run_is_found_as_it_was_described(wandb_server: WandbServer, connect
     assert (held.display, held.group, held.tags, held.exit_code) == ("a run", "ablation", ["t", "killed"], 255)
     assert held.settings()["lr"] == "NaN" and held.settings()["trackbridge/provenance"] == {"git": "abc"}
     assert not held.files.keys() & {"requirements.txt", "wandb-metadata.json", "output.log"}
+    held.tags.append("mine")
+    held.display = "renamed by hand"
     backend = connect(run)
-    backend.close(None, timeout=5)
-    assert held.tags == ["t"], "a run that goes on is not killed any more"
+    deliver(backend, rows([5], first_seq=4))
+    backend.close(end(5), timeout=20)
+    assert held.tags == ["t", "mine"], "a run that goes on is not killed any more"
+    assert held.display == "renamed by hand"
 
 
 def test_no_key_is_written_down(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:

@@ -135,8 +135,7 @@ class WandbBackend:
             self._facts[self._end.seq] = self._end
             self._given = max(self._given, self._end.seq)
             code = {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
-            tag = "killed" if self._end.status == "killed" else None
-            self._call("finish", code, tag, self._floor(), timeout=self._left() - 1.0)
+            self._call("finish", code, self._end.status == "killed", self._floor(), timeout=self._left() - 1.0)
             self._moved = self._clock()
 
     # -- the connection ----------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ class WandbBackend:
             folder=str(_folder(run)),
             project=config.project or run.project,
             run_id=run.run_id,
-            name=run.name,
+            name=None if _note(run).exists() else run.name,  # somebody may have called it otherwise since
             entity=config.entity,
             base_url=config.base_url,
             mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),

@@ -24,6 +24,8 @@ from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineRea
 from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
 from trackbridge.names import ATTEMPT, SEQ, STEP
 
+KILLED = "killed"
+
 Mode: TypeAlias = Literal["online", "offline"]
 
 
@@ -42,12 +44,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Target:
-    """The run to open. `mode` None: online if wandb finds a key, else offline."""
+    """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there."""
 
     folder: str
     project: str
     run_id: str
-    name: str
+    name: str | None
     entity: str | None = None
     base_url: str | None = None
     mode: Mode | None = None
@@ -90,8 +92,10 @@ class Client:
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        if "killed" in (self._run.tags or ()):
-            self._run.tags = tuple(tag for tag in self._run.tags if tag != "killed")
+        # Tags that somebody gave the run in the meantime stay; "killed" is no longer true.
+        tags = [tag for tag in dict.fromkeys([*(self._run.tags or ()), *target.tags]) if tag != KILLED]
+        if tags != list(self._run.tags or ()):
+            self._run.tags = tags
         arrived = self._reader.first()
         threading.Thread(target=self._upload, name="uploads", daemon=True).start()
         if online:
@@ -124,7 +128,6 @@ class Client:
             id=target.run_id,
             name=target.name,
             group=target.group,
-            tags=list(target.tags),
             resume="allow",
             settings=self._wandb.Settings(**{key: value for key, value in settings.items() if key in known}),
         )
@@ -168,11 +171,11 @@ class Client:
         self._settling = True
         self._wake.set()
 
-    def finish(self, exit_code: int, tag: str | None, floor: int) -> None:
+    def finish(self, exit_code: int, killed: bool, floor: int) -> None:
         self._uploads.join()
         self._run.summary[FLOOR] = floor
-        if tag is not None:
-            self._run.tags = (*(self._run.tags or ()), tag)
+        if killed:
+            self._run.tags = (*(self._run.tags or ()), KILLED)
         self._run.finish(exit_code=exit_code)
         self._wake.set()
 
