@@ -151,7 +151,7 @@ def _deliveries(delivered: Sequence[Delivered], steps: int, out: Console) -> Non
             out.print(f"    capsule  {where}")
         out.print(f"    look     {d.look}")
         if d.pull:
-            out.print(f"    pull     trackbridge pull {d.pull}")
+            out.print(f"    pull     {d.pull}")
 
 
 def _verdict(report: dict[str, Any], out: Console) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import trackbridge
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.demo import picture
-from trackbridge.demo.trackers import LOSS, DemoTracker, mlflow_uri, trackers
+from trackbridge.demo.trackers import LOSS, DemoTracker, trackers
 from trackbridge.demo.train import OnStep, Plan, settings, train
 from trackbridge.history import RunRecord
 from trackbridge.records import Anomaly
@@ -40,7 +41,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What one tracker's own reader gave back. `equal` counts the steps whose loss is the journal's, in `number` format."""
+    """What one tracker's own reader gave back. `equal` counts the steps whose loss is the journal's, in `number` format; `look`
+    and `pull` are commands."""
 
     title: str
     number: str
@@ -108,8 +110,8 @@ class Story:
         return found
 
     def _ask(self, tracker: DemoTracker, journal: dict[int, float]) -> Delivered:
-        run, spike = self.record.info, self.spike
-        pull = f"{tracker.pull(run)}@{spike.step}" if tracker.pull and spike else None
+        run = self.record.info
+        pull = self._command("pull", tracker) if tracker.pull else None
         answer = Delivered(tracker.title, tracker.number.__name__, 0, 0, (), tracker.look(run), pull)
         try:
             held = tracker.read(run)
@@ -126,8 +128,9 @@ class Story:
         spike = self.spike
         if spike is None:
             return None
-        with _environment(MLFLOW_TRACKING_URI=mlflow_uri(self.folder)):
-            capsule = trackbridge.pull(f"mlflow:{self.record.info.run_id}@{spike.step}", self.folder / "pulled")
+        source = self.trackers[0]
+        with _environment(source.variables):
+            capsule = trackbridge.pull(self._reference(source), self.folder / "pulled")
         files = f"{capsule.verify()} files match their digests, tier {capsule.tier}"
         self.promise("the capsule came back out of MLflow", capsule.tier == "re-execute", files)
         return capsule
@@ -183,23 +186,31 @@ class Story:
                 data,
                 series={name: self.record.series(name) for name in dict.fromkeys(series)},
                 anomalies=(anomaly, *others),
-                actions=self._actions(delivered),
+                actions=self._actions(),
                 tables=(Table("Where it is", ("tracker", "capsule", "look at it"), where), *data.tables),
             )
         )
 
-    def _actions(self, delivered: Sequence[Delivered]) -> list[tuple[str, str]]:
-        reference = next((d.pull for d in delivered if d.pull), str(self.folder / "pulled"))
-        variable = f"MLFLOW_TRACKING_URI={mlflow_uri(self.folder)} "
+    def _actions(self) -> list[tuple[str, str]]:
+        source = self.trackers[0]
         return [
-            ("Fetch the capsule out of the tracker, on any machine:", f"{variable}trackbridge pull {reference}"),
-            ("Run the bad step again:", f"{variable}trackbridge replay {reference} --build {BUILD}"),
+            ("Fetch the capsule out of the tracker, on any machine:", self._command("pull", source)),
+            ("Run the bad step again:", self._command("replay", source, f"--build {BUILD}")),
             ("If the verdict is exact, the data did it: leave those samples out and resume from before the spike.", ""),
         ]
 
+    def _reference(self, tracker: DemoTracker) -> str:
+        where = tracker.pull(self.record.info) if tracker.pull else ""
+        return f"{where}@{self.spike.step}" if self.spike else where
+
+    def _command(self, command: str, tracker: DemoTracker, *options: str) -> str:
+        """What to type, with the variables it needs."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in tracker.variables.items()]
+        return " ".join([*variables, "trackbridge", command, shlex.quote(self._reference(tracker)), *options])
+
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set `variables` for a while. Only here, where training is over: observers write no environment."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -6,8 +6,8 @@ Nothing here asks the journal or our own bookkeeping: this is the other side's v
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Held:
 @dataclass(frozen=True)
 class DemoTracker:
     """`number` is the tracker's own number type, `read` asks its own reader, `look` is the command that shows the run, `pull`
-    the reference of the capsule in it (None where there is no server to pull from)."""
+    the capsule's reference without the step (None where there is no server to pull from), for which `variables` must be set."""
 
     title: str
     config: BackendConfig
@@ -42,6 +42,7 @@ class DemoTracker:
     read: Callable[[RunInfo], Held]
     look: Callable[[RunInfo], str]
     pull: Callable[[RunInfo], str] | None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def trackers(folder: Path) -> list[DemoTracker]:
@@ -49,12 +50,8 @@ def trackers(folder: Path) -> list[DemoTracker]:
     return [_mlflow(folder), _tensorboard(folder), _wandb()]
 
 
-def mlflow_uri(folder: Path) -> str:
-    return f"sqlite:///{folder.absolute()}/mlflow.db"
-
-
 def _mlflow(folder: Path) -> DemoTracker:
-    uri = mlflow_uri(folder)
+    uri = f"sqlite:///{folder.absolute()}/mlflow.db"
 
     def read(run: RunInfo) -> Held:
         from mlflow.tracking import MlflowClient
@@ -77,6 +74,7 @@ def _mlflow(folder: Path) -> DemoTracker:
         read=read,
         look=lambda run: f"mlflow ui --backend-store-uri {shlex.quote(uri)}",
         pull=lambda run: f"mlflow:{run.run_id}",
+        variables={"MLFLOW_TRACKING_URI": uri},
     )
 
 
