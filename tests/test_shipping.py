@@ -14,6 +14,8 @@ import pytest
 
 from trackbridge.config import StreamConfig
 from trackbridge.errors import RetryLater
+from trackbridge.journal import JournalWriter
+from trackbridge.records import Artifact
 from trackbridge.rundir import RunDirectory
 from trackbridge.shipping.backoff import MOST_SECONDS, Backoff
 from trackbridge.shipping.claim import Claim
@@ -161,9 +163,6 @@ def test_what_comes_after_the_end_is_delivered_and_the_run_ended_again(tmp_path:
     """A capsule that was sealed late: its artifact follows the end."""
     run = finished_run(tmp_path / "run")
     Service(run, FlakyConfig(path=tracker)).to_the_end()
-    from trackbridge.journal import JournalWriter
-    from trackbridge.records import Artifact
-
     late = JournalWriter(run.directory.rows(), segment_bytes=1 << 14, fsync_seconds=1.0)
     late.append(Artifact(-1, 20, 1e12, "spike-run-20", "spike-capsule", "capsules/spike-20"))
     late.close()
@@ -173,6 +172,31 @@ def test_what_comes_after_the_end_is_delivered_and_the_run_ended_again(tmp_path:
     service.to_the_end()
     assert [line["name"] for line in of_type(tracker, "Artifact")] == ["spike-run-20"]
     assert [entry for entry in backend.log if entry[0] == "close"] == [("close", "finished")]
+
+
+def test_the_end_is_told_even_if_the_tracker_has_what_came_after_it(tmp_path: Path, tracker: Path) -> None:
+    """Killed between the delivery of a late artifact and the close: `open` knows a seq beyond that of the end."""
+    run = finished_run(tmp_path / "run")
+    late = JournalWriter(run.directory.rows(), segment_bytes=1 << 14, fsync_seconds=1.0)
+    late.append(Artifact(-1, 20, 1e12, "spike-run-20", "spike-capsule", "capsules/spike-20"))
+    late.close()
+    first = Service(run, FlakyConfig(path=tracker), follow=True).steps(10)
+    assert of_type(tracker, "Artifact") and not of_type(tracker, "RunEnd")
+    first.die()
+    Service(run, FlakyConfig(path=tracker), follow=True, over=True).to_the_end()
+    assert [line["status"] for line in of_type(tracker, "RunEnd")] == ["finished"]
+
+
+def test_anomalies_are_counted_over_restarts(tmp_path: Path, tracker: Path) -> None:
+    run = ARun(tmp_path / "run")
+    for step in (5, 9):
+        run.rows(range(step - 2, step + 1))
+        run.anomaly(step)
+        run.rows(range(step + 1, step + 2))
+        service = Service(run, FlakyConfig(path=tracker), follow=True).steps(10)
+        service.die()
+    counts = {line["step"]: line["values"].get("anomaly/count") for line in of_type(tracker, "Row")}
+    assert (counts[5], counts[9]) == (1.0, 2.0)
 
 
 def test_the_cursor_moves_only_to_what_is_safe(tmp_path: Path, tracker: Path) -> None:

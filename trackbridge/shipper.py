@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: shipper.stop(TERM_SECONDS))
-    os.nice(10)  # training comes first
+    os.nice(5)  # training comes first, but a busy machine must not starve us
     logger.info("shipping %s to %s", directory.path, ", ".join(config.kind for config in backends) or "nobody")
     shipper.run()
     report = shipper.report()

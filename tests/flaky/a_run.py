@@ -76,7 +76,7 @@ def train(path: str, tracker: str) -> None:
     """A trainer's process: records a spike, starts the shipper, then goes on until it is killed."""
     from trackbridge import shipper
 
-    run = ARun(Path(path), [{"kind": "flaky", "path": tracker, "seed": 1, "faults": 0.2}])
+    run = ARun(Path(path), [{"kind": "flaky", "path": tracker, "seed": 1, "faults": 0.05}])
     shipper.start(run.directory.path, os.getpid())
     run.rows(range(40))
     run.anomaly(30, capsule="capsules/spike-30")

@@ -103,8 +103,8 @@ class FlakyTracker:
         lines = [line(record) for record in records if record.seq not in self._held]
         self._held.update(record.seq for record in records)
         self.config.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.config.path.open("a", encoding="utf-8") as file:
-            file.write("".join(dumps(one) + "\n" for one in lines))
+        with self.config.path.open("ab", buffering=0) as file:  # whole lines, also when we are killed
+            file.write("".join(dumps(one) + "\n" for one in lines).encode())
 
 
 def line(record: Record) -> dict[str, Any]:

@@ -180,11 +180,7 @@ class Worker:
         if self._pending.full:
             return False
         records = self._reader.read(_READ)
-        out: list[Record] = []
-        for record in records:
-            out += self._stream.push([record])
-            if isinstance(record, RunEnd):
-                out += self._stream.finish()
+        out = self._stream.push(records)
         self._idle = 0 if records else self._idle + 1
         if not records and over:
             out += self._stream.finish()
