@@ -61,7 +61,7 @@ class Tuning:
     tail_free: float = 0.0105
     tail_span: float = 4.0
     accept_below: int = 5
-    settled: float = 1.0
+    settled: float = 1.5
 
 
 def clipped_second_moment(c: float) -> float:
@@ -75,7 +75,7 @@ class BandDetector(SeriesState):
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
         "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
-        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "hot": False,
+        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "drift_onset": 0, "hot": False,
     }  # fmt: skip
     level: FloatArray
     slope: FloatArray
@@ -88,8 +88,9 @@ class BandDetector(SeriesState):
     seen: IntArray  # finite values so far
     run: IntArray  # length of the present excursion; negative: below the band
     still: IntArray  # latest values of it, in a row, that were settled
-    onset: IntArray  # step at which the present or latest excursion above the band, or drift, began
-    last_out: IntArray  # latest step above the band or in a drift; -1: never
+    onset: IntArray  # step at which the present or latest excursion above the band began
+    last_out: IntArray  # latest step above the band; -1: never
+    drift_onset: IntArray  # step at which the present or latest drift began
     hot: BoolArray  # the latest value was beyond two sigmas
 
     def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
@@ -244,20 +245,21 @@ class BandDetector(SeriesState):
         material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
         eligible = units.drifts & (self.seen >= self.drift.warmup)
         widened = np.sqrt(factor)
+        under_way = self.drifting()
         begun = self.drift.update(step, x, scale, learn, young, eligible, widened, material)
         slow = self.slow_drift.update(
             step, x[heads], scale[heads], learn[heads], young[heads], self.seen[heads] >= self.slow_drift.warmup,
             widened[heads], material[heads],
         )  # fmt: skip
-        moving = self.drifting()
-        if not moving.any():
+        if not (begun.any() or slow.any()):
             return []
-        self.last_out = np.where(moving & learn, step, self.last_out)
         found = {i: (self.drift, i) for i in np.flatnonzero(begun).tolist()}
         found.update({int(heads[k]): (self.slow_drift, k) for k in np.flatnonzero(slow).tolist() if int(heads[k]) not in found})
         verdicts = []
         for i, (lean, k) in sorted(found.items()):
-            self.onset[i] = since = min(int(lean.since[k]), step)
+            if under_way[i]:  # found by the other statistic before
+                continue
+            self.drift_onset[i] = since = min(int(lean.since[k]), step)
             base = units.plain(float(lean.base[k]), i)
             verdicts.append(Verdict(i, "drift", step, since, units.plain(float(x[i]), i), base, float(lean.z[k])))
         return verdicts

@@ -24,6 +24,7 @@ _CLIP = 4.0
 _CENTER_GAIN = 0.01
 _YOUNG_BASE = 4.0  # a young base looks back over the last quarter of its values, for curves start steep
 _SPREAD_CLIP = 2.0
+_RELUCTANT = 0.1  # a rise teaches the spread ten times more slowly, or a gradual drift would hide itself
 _RELEASE = 2.0  # sigmas of the lean below which a drift is over
 _SPREAD_NORM = 0.7737  # E[min(Z^2, 2^2)], Z standard normal
 
@@ -87,7 +88,7 @@ class Lean(SeriesState):
             self.anchor = np.where(starting, self.base, self.anchor)
         self.since = np.where(self.on | (learn & (z > 1.0)), self.since, step + 1)
         dev = self.lean - self.center
-        calm = gate * ~self.on
+        calm = gate * np.where(self.on, 0.0, np.where(z > _SPREAD_CLIP, _RELUCTANT, 1.0))
         bound = _SPREAD_CLIP * self.spread
         np.clip(dev, -bound, bound, out=dev)
         self.center += calm * np.maximum(_CENTER_GAIN, young) * dev

@@ -47,12 +47,13 @@ class RollingScore:
         count = np.maximum(filled, 1)
         mean = np.sum(self._past, axis=0, where=held) / count
         square = np.sum((self._past - mean) ** 2, axis=0, where=held) / np.maximum(filled - self.ddof, 1)
-        score = (np.where(finite, values, 0.0) - mean) / np.maximum(np.sqrt(square), 1e-12)
+        x = np.clip(np.where(finite, values, 0.0), -1e100, 1e100)
+        score = (x - mean) / np.maximum(np.sqrt(square), 1e-12)
         ok = present & finite
         for i in np.flatnonzero(ok & (filled >= self.least) & (score > self.threshold)).tolist():
             verdicts.append(Verdict(i, "spike", step, step, float(values[i]), float(mean[i]), float(score[i])))
         where = np.flatnonzero(ok)
-        self._past[self._seen[where] % self.window, where] = values[where]
+        self._past[self._seen[where] % self.window, where] = x[where]
         self._seen += ok
         return verdicts
 

@@ -15,6 +15,7 @@ from trackbridge.config import DetectionConfig
 from trackbridge.detectors.base import BoolArray, FloatArray
 
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
+_MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
 
 
@@ -56,6 +57,7 @@ class Units:
     def judged(self, values: FloatArray, ok: BoolArray) -> FloatArray:
         """`values` in the unit of judgement, 0 where not `ok`."""
         x = np.where(ok, values, 0.0)
+        np.minimum(np.maximum(x, -_MOST, out=x), _MOST, out=x)
         if self.any_log:
             if self.any_offset:
                 x += self.offset

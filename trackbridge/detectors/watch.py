@@ -225,7 +225,8 @@ class Watch:
         if closing is not None:
             del self._open[key]
             return [closing]
-        active = d.drifting() if key == "drift" else (d.run > 0) | (d.drift.on & (d.onset >= episode.anomaly.onset))
+        began = episode.anomaly.onset
+        active = d.drifting() if key == "drift" else (d.run > 0) | (d.drifting() & (d.drift_onset >= began))
         if (active & self._is_head)[[i for i in np.flatnonzero(self._is_head) if d.series[i] in episode.members]].any():
             episode.quiet = 0
         elif self._present[index]:
@@ -240,8 +241,11 @@ class Watch:
 
     def _stays(self, key: str, episode: Episode, index: int, verdicts: list[Verdict]) -> Anomaly | None:
         """The closing version of an episode that ends at a new level instead of coming back; None if it goes on."""
-        if any(v.index == index and v.kind == "shift" for v in verdicts):
+        shifted = any(v.index == index and v.kind == "shift" for v in verdicts)
+        if shifted and key == "excursion":
             kind = "shift" if self.detector.settled[index] else "divergence"
+        elif shifted:
+            kind = "drift"
         elif self.detector.stayed()[index] and not self.detector.run[index]:
             kind = "shift" if key == "excursion" else "drift"
         else:
@@ -249,11 +253,12 @@ class Watch:
         return episode.refreshed(kind=kind, severity=severity(kind, episode.anomaly.score))
 
     def _precursors(self, onset: int) -> list[tuple[str, int, int]]:
-        """Series that left their band before the onset and were still, or until just now, outside."""
+        """Series that left their band before the onset and were still, or until just now, outside; and those in a drift."""
         d = self.detector
-        outside = (d.last_out >= max(onset - 2, 0)) & (d.onset <= onset)
-        recent = outside & ((d.onset >= onset - self.settings.lookback) | d.drifting())
-        return [(d.series[i], int(d.onset[i]), i) for i in np.flatnonzero(recent).tolist()]
+        outside = (d.last_out >= max(onset - 2, 0)) & (d.onset <= onset) & (d.onset >= onset - self.settings.lookback)
+        drifting = d.drifting() & (d.drift_onset <= onset)
+        since = np.where(drifting, d.drift_onset, d.onset)
+        return [(d.series[i], int(since[i]), i) for i in np.flatnonzero(outside | drifting).tolist()]
 
     def _name(self, verdict: Verdict) -> str:
         return self.detector.series[verdict.index]
