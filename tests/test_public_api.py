@@ -26,3 +26,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_replay_exports_its_contract() -> None:
     assert {"ReplayReport", "Rebuilt", "rerun"} <= set(dir(trackbridge.replay))
+
+
+def test_no_function_is_shadowed_by_a_submodule() -> None:
+    """Importing a submodule puts it into the package under its own name, whatever was there."""
+    from pathlib import Path
+
+    files = {path.stem for path in Path(trackbridge.__file__).parent.iterdir()}
+    assert not files & {name.casefold() for name in PUBLIC - {"replay", "testing", "Run"}}

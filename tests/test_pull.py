@@ -9,7 +9,7 @@ import pytest
 
 from tests.capsules import adopt, an_anomaly, edit, make
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, UsageError
-from trackbridge.pull import Reference, pull
+from trackbridge.fetch import Reference, pull
 from trackbridge.rundir import Attempt, RunDirectory, RunFile
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trackbridge.errors import TrackbridgeError as TrackbridgeError
     from trackbridge.history import RunRecord as RunRecord
     from trackbridge.history import load as load
-    from trackbridge.pull import pull as pull
+    from trackbridge.fetch import pull as pull
     from trackbridge.records import Anomaly as Anomaly
     from trackbridge.run import Run as Run
     from trackbridge.run import init as init
@@ -32,7 +32,7 @@ _WHERE = {
     "detect": "trackbridge.detectors",
     "init": "trackbridge.run",
     "load": "trackbridge.history",
-    "pull": "trackbridge.pull",
+    "pull": "trackbridge.fetch",
 }
 _MODULES = ("replay", "testing")
 

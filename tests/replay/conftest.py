@@ -10,7 +10,7 @@ import torch
 
 from tests import replays
 from trackbridge.capsule import SpikeCapsule
-from trackbridge.pull import pull
+from trackbridge.fetch import pull
 
 
 @pytest.fixture(scope="session")

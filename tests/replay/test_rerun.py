@@ -22,7 +22,7 @@ from tests.training import Model
 from trackbridge import untrusted
 from trackbridge.capsule import SpikeCapsule, load
 from trackbridge.errors import CapsuleError, TrackbridgeError, UsageError
-from trackbridge.pull import pull
+from trackbridge.fetch import pull
 from trackbridge.replay import Rebuilt, ReplayReport, rerun
 
 

@@ -24,7 +24,7 @@ def pull(
 ) -> None:
     """Fetch a spike capsule out of a tracker and check every file of it."""
     from trackbridge.backends.words import anomaly_line
-    from trackbridge.pull import pull as fetch
+    from trackbridge.fetch import pull as fetch
 
     progress = console(stderr=True)
     with progress.status(f"Fetching {reference} ..."):

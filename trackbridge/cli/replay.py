@@ -70,7 +70,7 @@ def function(name: str) -> Callable[[], Any]:
 def _replay(reference: str, build: str, dest: Path | None, runs: int) -> ReplayReport:
     from rich.progress import Progress
 
-    from trackbridge.pull import pull
+    from trackbridge.fetch import pull
     from trackbridge.replay import rerun
 
     progress = console(stderr=True)
