@@ -503,10 +503,10 @@ def test_fsync_on_a_timer_and_at_once_for_what_matters(tmp_path: Path, monkeypat
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """The kernel refuses every further byte of a regular file of this process (EFBIG), as a full disk would."""
+def full_disk(room: int = 10) -> Iterator[None]:
+    """The kernel refuses every byte of a file of this process beyond the first `room` (EFBIG), as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         yield
     finally:
@@ -536,6 +536,23 @@ def test_a_full_disk_loses_rows_counts_them_and_keeps_anomalies(
     assert [type(r).__name__ for r in reader.read()] == ["Row"] * start + ["Anomaly", "Row"]
     assert not reader.damage
     assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_half_a_record_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
+    clock = Clock()
+    journal = writer(tmp_path, clock=clock)
+    for step in range(3):
+        journal.append(row(step))
+    (segment,) = tmp_path.iterdir()
+    size = segment.stat().st_size
+    with full_disk(room=size + 20):
+        assert journal.append(row(3)) == -1
+    assert segment.stat().st_size == size
+    clock.now += 2
+    assert journal.append(row(4)) == 3
+    reader = JournalReader(tmp_path)
+    assert steps(reader.read()) == [0, 1, 2, 4]
+    assert not reader.damage
 
 
 def test_what_was_kept_back_is_written_at_close(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import Sealer
+from trackbridge.shipping.cursor import first_free_seq
 from trackbridge.skip import SkipPlan
 from trackbridge.watched import AutoStep, named
 
@@ -143,7 +144,10 @@ class Run:
 
         journal = settings.journal
         rows = JournalWriter(
-            directory.rows(info.rank), segment_bytes=journal.segment_bytes, fsync_seconds=journal.fsync_seconds
+            directory.rows(info.rank),
+            segment_bytes=journal.segment_bytes,
+            fsync_seconds=journal.fsync_seconds,
+            floor=first_free_seq(directory) if info.rank == 0 else 0,  # a tracker may know more than a disk that lost power
         )
         contexts = JournalWriter(
             directory.contexts(info.rank),
