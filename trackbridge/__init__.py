@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from trackbridge.config import TrackbridgeConfig as TrackbridgeConfig
     from trackbridge.detectors import detect as detect
     from trackbridge.errors import TrackbridgeError as TrackbridgeError
+    from trackbridge.fetch import pull as pull
     from trackbridge.history import RunRecord as RunRecord
     from trackbridge.history import load as load
-    from trackbridge.fetch import pull as pull
     from trackbridge.records import Anomaly as Anomaly
     from trackbridge.run import Run as Run
     from trackbridge.run import init as init
