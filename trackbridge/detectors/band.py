@@ -42,6 +42,7 @@ from trackbridge.detectors.units import Units, is_global_gradient, is_loss
 _TAIL_CAP = 3.5
 _TAIL_PRIOR = 0.0125  # a new series counts as mildly heavy-tailed until `_TAIL_START` values have spoken
 _TAIL_START = 100
+_TAIL_OF_SPIKE = 20  # values after an excursion in which no drift begins
 _YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
 
 
@@ -75,7 +76,7 @@ class BandDetector(SeriesState):
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
         "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
-        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "drift_onset": 0, "hot": False,
+        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
     }  # fmt: skip
     level: FloatArray
     slope: FloatArray
@@ -90,6 +91,7 @@ class BandDetector(SeriesState):
     still: IntArray  # latest values of it, in a row, that were settled
     onset: IntArray  # step at which the present or latest excursion above the band began
     last_out: IntArray  # latest step above the band; -1: never
+    rest: IntArray  # values since the latest excursion above the band
     drift_onset: IntArray  # step at which the present or latest drift began
     hot: BoolArray  # the latest value was beyond two sigmas
 
@@ -142,6 +144,7 @@ class BandDetector(SeriesState):
         self._learn(x, u, ahead, expected, own, scale, learn, young)
         if above.any() or below.any() or self.run.any():
             verdicts += self._excursions(step, x, u, expected, scale, ok, above, below)
+        self.rest = np.where(above, 0, self.rest + ok)
         verdicts += self._drifts(step, x, scale, learn, young, factor)
         self.seen = seen + ok
         return verdicts
@@ -243,12 +246,14 @@ class BandDetector(SeriesState):
         material = units.material + units.material_share * size
         # A series that fell to a new level and creeps up below its former one is still doing better than before.
         material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
-        eligible = units.drifts & (self.seen >= self.drift.warmup)
+        # The tail of a spike is no drift.
+        eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
         widened = np.sqrt(factor)
         under_way = self.drifting()
         begun = self.drift.update(step, x, scale, learn, young, eligible, widened, material)
         slow = self.slow_drift.update(
-            step, x[heads], scale[heads], learn[heads], young[heads], self.seen[heads] >= self.slow_drift.warmup,
+            step, x[heads], scale[heads], learn[heads], young[heads],
+            eligible[heads] & (self.seen[heads] >= self.slow_drift.warmup),
             widened[heads], material[heads],
         )  # fmt: skip
         if not (begun.any() or slow.any()):

@@ -86,7 +86,7 @@ class Lean(SeriesState):
             self.returned = self.base + height - self.anchor < _RELEASE * self.spread * scale
         if starting.any():
             self.anchor = np.where(starting, self.base, self.anchor)
-        self.since = np.where(self.on | (learn & (z > 1.0)), self.since, step + 1)
+        self.since = np.where(learn & ~self.on & (z <= 1.0), step + 1, self.since)
         dev = self.lean - self.center
         calm = gate * np.where(self.on, 0.0, np.where(z > _SPREAD_CLIP, _RELUCTANT, 1.0))
         bound = _SPREAD_CLIP * self.spread
