@@ -116,6 +116,12 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
+def test_who_may_read_the_manifest_may_read_the_rest(tmp_path: Path) -> None:
+    path = make(tmp_path / "spike-13", local=True)
+    modes = {file.stat().st_mode for folder in tmp_path.iterdir() for file in folder.rglob("*.*")}
+    assert modes == {(path / "manifest.json").stat().st_mode}
+
+
 def test_a_capsule_is_never_overwritten(tmp_path: Path) -> None:
     make(tmp_path / "spike-13")
     with pytest.raises(CapsuleError, match="exists already"):

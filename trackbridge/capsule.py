@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
@@ -236,6 +237,7 @@ def write(
             local = local.model_copy(update={"files": _entries(beside)})
         complete = manifest.model_copy(update={"files": _entries(temporary), "local": local})
         (temporary / MANIFEST).write_text(complete.to_json(), encoding="utf-8")
+        _alike(temporary, beside, mode=(temporary / MANIFEST).stat().st_mode)
         _sync(temporary)
         if local is not None:
             _sync(beside)
@@ -344,6 +346,13 @@ def json_schema() -> dict[str, Any]:
 
 def _anomaly(anomaly: Anomaly) -> dict[str, Any]:
     return asdict(anomaly)
+
+
+def _alike(*folders: Path, mode: int) -> None:
+    """Every file as readable as the user's umask makes files: safetensors' own are private."""
+    for folder in folders:
+        for name in untrusted.listing(folder):
+            (folder / name).chmod(stat.S_IMODE(mode))
 
 
 def _sync(folder: Path) -> None:
