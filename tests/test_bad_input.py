@@ -148,12 +148,13 @@ def test_damaged_journal_loads_what_is_good(tmp_path: Path) -> None:
             run.step(loss=float(k))
     segment = max((run.dir / "rank-0000" / "rows").iterdir(), key=lambda p: p.stat().st_size)
     data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    middle = len(data) // 2
+    data[middle : middle + 500] = bytes(500)
     segment.write_bytes(data)
     with pytest.warns(RuntimeWarning, match="lost"):
         record = trackbridge.load(run.dir)
     steps, values = record.series("train/loss")
-    assert 195 <= len(steps) < 200 and (values == steps).all()
+    assert 190 <= len(steps) < 200 and (values == steps).all()
     assert record.damage
 
 

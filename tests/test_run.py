@@ -103,6 +103,7 @@ def test_pause_takes_evaluation_out(tmp_path: Path) -> None:
     before.remove()
     record = trackbridge.load(run.dir)
     assert len(record.series("act/blocks.0/rms")[0]) == 3
+    assert len(record.series("perf/paused_s/eval")[0]) == 3
 
 
 def test_resume_goes_on_and_a_repeated_step_is_the_newest(tmp_path: Path) -> None:

@@ -12,13 +12,18 @@ class StepClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._started = now()
-        self._paused_at: float | None = None
+        self._pauses = 0
+        self._paused_at = 0.0
         self._paused = 0.0
+
+    @property
+    def paused(self) -> bool:
+        return self._pauses > 0
 
     def lap(self) -> float:
         """Seconds of the step that ends now; the next one starts."""
         now = self._now()
-        if self._paused_at is not None:
+        if self._pauses:
             self._paused += now - self._paused_at
             self._paused_at = now
         seconds = now - self._started - self._paused
@@ -26,10 +31,16 @@ class StepClock:
         return max(seconds, 0.0)
 
     def pause(self) -> None:
-        if self._paused_at is None:
+        """Stand still until as many `resume`."""
+        if not self._pauses:
             self._paused_at = self._now()
+        self._pauses += 1
 
-    def resume(self) -> None:
-        if self._paused_at is not None:
-            self._paused += self._now() - self._paused_at
-            self._paused_at = None
+    def resume(self) -> float:
+        """Go on; returns how long the outermost pause was, 0 inside another one."""
+        self._pauses = max(self._pauses - 1, 0)
+        if self._pauses:
+            return 0.0
+        seconds = self._now() - self._paused_at
+        self._paused += seconds
+        return seconds

@@ -53,6 +53,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("perf/backward_s", "s", "backward passes", "", "", "lower"),
     Metric("perf/optimizer_s", "s", "optimizer step", "", "", "lower"),
     Metric("perf/other_s", "s", "the rest of the step", "step - fetch - forward - backward - optimizer"),
+    Metric("perf/paused_s/<what>", "s", "time in `run.pause(what)` during the step, not part of it"),
     Metric("perf/tokens_per_s", "tokens/s", "tokens of the whole step over its wall time", "", "", "higher"),
     Metric("perf/samples_per_s", "samples/s", "samples of the whole step over its wall time", "", "", "higher"),
     Metric("perf/mfu", "", "model FLOPs utilisation, recomputation not counted", "", "arXiv:2204.02311", "higher"),

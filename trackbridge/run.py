@@ -137,6 +137,7 @@ class Run:
         self._step_tokens = 0.0
         self._step_samples = 0.0
         self._fetch_s = 0.0
+        self._pauses: dict[str, float] = {}
         self._rows_dropped = 0
         self._models: dict[str, nn.Module] = {}
         self._auto: AutoStep | None = None
@@ -261,7 +262,7 @@ class Run:
 
     def fetched(self, batch: Any, fetch: Fetch, /) -> None:
         if not self._inert():
-            self._fetch_s += fetch.seconds
+            self._fetch_s += 0.0 if self._clock.paused else fetch.seconds
             if self._recorder is not None:
                 self._recorder.fetched(batch, fetch)
 
@@ -283,10 +284,15 @@ class Run:
         """
         if self._inert() or not self._part.alive:
             return
+        try:
+            value = self._scalar("loss", loss)
+        except UsageError as error:
+            self._misused(error)
+            return
         with self._part:
             self._step_tokens += tokens or 0
             self._step_samples += samples or 0
-            self._instruments.micro(self._scalar("loss", loss), tokens, sample_loss)
+            self._instruments.micro(value, tokens, sample_loss)
 
     def step(
         self,
@@ -323,10 +329,8 @@ class Run:
             if grad_norm is not None:
                 given["grad/norm"] = self._scalar("grad_norm", grad_norm)
         except UsageError as error:
-            if self._first:
-                raise
+            self._misused(error)
             given = {}
-            self._complain(error)
         with self._part:
             self._close_step(
                 self._step if step is None else int(step), given, tokens, samples, skipped, batch, batch_index, sample_ids
@@ -393,7 +397,10 @@ class Run:
 
     @contextmanager
     def pause(self, what: str = "pause") -> Iterator[None]:
-        """Evaluation, saving: the step's clock stands still, statistics and recording are off."""
+        """Evaluation, saving: the step's clock stands still, statistics and recording are off.
+
+        The seconds it took are the series ``perf/paused_s/<what>`` of the step that was under way.
+        """
         if self._inert():
             yield
             return
@@ -407,7 +414,8 @@ class Run:
             if self._recorder is not None:
                 self._recorder.resume()
             self._instruments.resume()
-            self._clock.resume()
+            name = f"perf/paused_s/{names.legal(what)}"
+            self._pauses[name] = self._pauses.get(name, 0.0) + self._clock.resume()
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
         """Your own scalars, at `step` (default: the newest closed step). Tensors are read later, off this thread."""
@@ -525,8 +533,10 @@ class Run:
         except (TypeError, ValueError):
             raise UsageError(f"{what} must be a number or a 0-d tensor, got {type(value).__name__}") from None
 
-    def _complain(self, error: UsageError) -> None:
-        """Misuse after the first step: said once, and the value is absent; training goes on."""
+    def _misused(self, error: UsageError) -> None:
+        """Raise in the first step; later say it once, leave the value out and let training go on."""
+        if self._first:
+            raise error
         if not self._complained:
             logger.warning("trackbridge: %s; such values are left out from now on", error)
         self._complained = True
@@ -543,6 +553,9 @@ class Run:
         host["perf/step_s"] = seconds
         if self._fetch_s:
             host["perf/fetch_s"] = self._fetch_s
+        if self._pauses:
+            host |= self._pauses
+            self._pauses = {}
         if step_tokens:
             self._tokens += step_tokens
             host["train/tokens"] = self._tokens
