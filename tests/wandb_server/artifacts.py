@@ -1,5 +1,6 @@
 """Artifacts: collections with versions and aliases, manifests, upload and download of their files."""
 
+# ruff: noqa: N803 - arguments of resolvers have the names that the client gives them
 from __future__ import annotations
 
 import base64
@@ -158,9 +159,12 @@ class Artifacts:
         if not found:
             return None
         return {
-            "__typename": "ArtifactType", "id": node_id("ArtifactType", name), "name": name, "description": None, "createdAt": NOW,
+            "__typename": "ArtifactType", "id": node_id("ArtifactType", name), "name": name, "description": None,
+            "createdAt": NOW,
             "artifactCollection": lambda name: self.collection((entity, project, name)),
-            "artifactCollections": lambda first=None, after=None, **_: connection(found, lambda c: self.collection(c.key), first, after),
+            "artifactCollections": lambda first=None, after=None, **_: (
+                connection(found, lambda c: self.collection(c.key), first, after)
+            ),
         }  # fmt: skip
 
     def collection(self, key: Key) -> Object | None:
@@ -175,8 +179,10 @@ class Artifacts:
             return page
 
         return {
-            "__typename": "ArtifactSequence", "__interface": "ArtifactCollection", "id": found.id, "name": key[2], "state": "READY",
-            "description": None, "createdAt": NOW, "updatedAt": NOW, "project": lambda: self.project(*key[:2]), "tags": connection([]),
+            "__typename": "ArtifactSequence", "__interface": "ArtifactCollection", "id": found.id, "name": key[2],
+            "state": "READY",
+            "description": None, "createdAt": NOW, "updatedAt": NOW, "project": lambda: self.project(*key[:2]),
+            "tags": connection([]),
             "defaultArtifactType": {"name": found.kind}, "digestAlgorithm": "MANIFEST_MD5", "artifacts": versions,
             "latestArtifact": lambda: self.by_id(found.versions[-1]) if found.versions else None,
             "aliases": lambda first=None, after=None: connection(found.aliases, self._alias, first, after),
@@ -188,12 +194,16 @@ class Artifacts:
         named = [alias for alias, id in version.collection.aliases.items() if id == version.id]
         return {
             "__typename": "Artifact", "id": version.id, "artifactSequence": lambda: self.collection(version.collection.key),
-            "versionIndex": version.index, "artifactType": {"name": version.collection.kind}, "description": version.description,
+            "versionIndex": version.index, "artifactType": {"name": version.collection.kind},
+            "description": version.description,
             "metadata": version.metadata, "ttlDurationSeconds": -2, "ttlIsInherited": True, "tags": [], "historyStep": None,
             "state": version.state, "size": sum(entry.get("size", 0) for entry in entries.values()), "digest": version.digest,
-            "digestAlgorithm": "MANIFEST_MD5", "commitHash": "0" * 20, "fileCount": len(entries), "createdAt": NOW, "updatedAt": NOW,
-            "aliases": [{**self._alias(alias), "artifactCollection": lambda: self.collection(version.collection.key)} for alias in named],
-            "currentManifest": {"id": "manifest", "file": {"directUrl": self.storage_url(version.manifest)}} if version.manifest else None,
+            "digestAlgorithm": "MANIFEST_MD5", "commitHash": "0" * 20, "fileCount": len(entries), "createdAt": NOW,
+            "updatedAt": NOW,
+            "aliases": [{**self._alias(alias),
+            "artifactCollection": lambda: self.collection(version.collection.key)} for alias in named],
+            "currentManifest": {"id": "manifest",
+            "file": {"directUrl": self.storage_url(version.manifest)}} if version.manifest else None,
             "createdBy": lambda: self.show_run(self.run(version.run)), "usedBy": connection([]),
             "artifactMemberships": lambda **_: connection([self._membership(version.collection, f"v{version.index}")]),
             "files": lambda **asked: self._files(version, **asked),
@@ -213,7 +223,8 @@ class Artifacts:
             return None
         shown = self.show(self.versions[id])
         return {
-            "__typename": "ArtifactCollectionMembership", "id": node_id("Membership", id), "versionIndex": shown["versionIndex"],
+            "__typename": "ArtifactCollectionMembership", "id": node_id("Membership", id),
+            "versionIndex": shown["versionIndex"],
             "createdAt": NOW, "aliases": shown["aliases"], "artifactCollection": lambda: self.collection(collection.key),
             "artifact": shown, "files": shown["files"],
         }  # fmt: skip
@@ -225,7 +236,8 @@ class Artifacts:
             url = self.storage_url(entry[1])
             return {
                 "__typename": "File", "id": node_id("File", entry[0]), "name": entry[0], "displayName": entry[0], "url": url,
-                "directUrl": url, "sizeBytes": None, "storagePath": None, "mimetype": None, "updatedAt": None, "digest": None, "md5": None,
+                "directUrl": url, "sizeBytes": None, "storagePath": None, "mimetype": None, "updatedAt": None, "digest": None,
+                "md5": None,
             }  # fmt: skip
 
         return connection([entry for entry in self._entries(version) if not names or entry[0] in names], node, first, after)

@@ -1,5 +1,6 @@
 """Runs: creation, resume, the file stream with its offsets, history (whole, ranged and sampled), alerts, files."""
 
+# ruff: noqa: N803 - arguments of resolvers have the names that the client gives them
 from __future__ import annotations
 
 import json
@@ -135,13 +136,16 @@ class Runs:
             "createdAt": NOW, "heartbeatAt": NOW, "systemMetrics": "{}", "wandbConfig": lambda keys=(): '{"t": 1}',
             "summaryMetrics": json.dumps(_strict(run.summary), allow_nan=False),
             "historyLineCount": len(lines), "historyTail": json.dumps(lines[-1:]), "eventsTail": "[]",
-            "eventsLineCount": len(run.streams.get("wandb-events.jsonl", ())), "logLineCount": len(run.streams.get("output.log", ())),
+            "eventsLineCount": len(run.streams.get("wandb-events.jsonl", ())),
+            "logLineCount": len(run.streams.get("output.log", ())),
             "historyKeys": lambda: _keys(run), "history": lambda **asked: _history(run, **asked), "events": lambda **asked: [],
             "sampledHistory": lambda specs: [_sampled(run, **json.loads(spec)) for spec in specs],
-            "parquetHistory": lambda liveKeys=(): {"parquetUrls": [], "liveData": [{"_step": 0}]},  # noqa: N803
+            "parquetHistory": lambda liveKeys=(): {"parquetUrls": [], "liveData": [{"_step": 0}]},
             "fileCount": len(run.files), "files": lambda **asked: self._files(run, **asked),
             "outputArtifacts": lambda first=None, after=None: connection(self.artifacts_of(run), first=first, after=after),
-            "inputArtifacts": lambda first=None, after=None: connection([self.artifact(i) for i in run.used], first=first, after=after),
+            "inputArtifacts": lambda first=None, after=None: (
+                connection([self.artifact(i) for i in run.used], first=first, after=after)
+            ),
             "outputArtifactsCount": 0,
         }  # fmt: skip
 
@@ -180,7 +184,7 @@ def _thin(rows: list[dict[str, Any]], samples: int | None) -> list[dict[str, Any
     return [rows[i] for i in sorted(random.Random().sample(range(len(rows)), samples))]
 
 
-def _history(run: Run, minStep: int | None = None, maxStep: int | None = None, samples: int = 500) -> list[str]:  # noqa: N803
+def _history(run: Run, minStep: int | None = None, maxStep: int | None = None, samples: int = 500) -> list[str]:
     return [json.dumps(_strict(row), allow_nan=False) for row in _thin(list(_between(run, minStep, maxStep)), samples)]
 
 
@@ -189,7 +193,7 @@ def _sampled(
     keys: list[str],
     minStep: int | None = None,
     maxStep: int | None = None,
-    samples: int = 500,  # noqa: N803
+    samples: int = 500,
 ) -> list[dict[str, Any]]:
     """Rows that have all `keys`, reduced to them. `maxStep` is inclusive here, unlike in ``history``."""
     rows = [row for row in _between(run, minStep, None if maxStep is None else maxStep + 1) if all(key in row for key in keys)]

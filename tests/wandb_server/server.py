@@ -1,5 +1,6 @@
 """The HTTP front: routes, the GraphQL root, authentication, faults, and stopping and starting on the same port."""
 
+# ruff: noqa: N803 - arguments of resolvers have the names that the client gives them
 from __future__ import annotations
 
 import base64
@@ -117,9 +118,12 @@ class WandbServer:
 
     def _entity(self, name: str) -> Object:
         return {
-            "__typename": "Entity", "id": node_id("Entity", name), "name": name, "isTeam": True, "available": True, "readOnly": False,
+            "__typename": "Entity", "id": node_id("Entity", name), "name": name, "isTeam": True, "available": True,
+            "readOnly": False,
             "organization": {"name": "org", "coreWeaveOrganizationId": None, "orgEntity": {"name": name}},
-            "projects": lambda first=None, after=None, **_: connection(self._projects(name), lambda p: self.project(name, p), first, after),
+            "projects": lambda first=None, after=None, **_: (
+                connection(self._projects(name), lambda p: self.project(name, p), first, after)
+            ),
         }  # fmt: skip
 
     def _projects(self, entity: str) -> list[str]:
@@ -131,13 +135,18 @@ class WandbServer:
         at = (entity, name)
         return {
             "__typename": "Project", "id": node_id("Project", name), "internalId": "1", "name": name, "entityName": entity,
-            "entity": lambda: self._entity(entity), "createdAt": NOW, "isBenchmark": False, "readOnly": False, "user": self.viewer,
+            "entity": lambda: self._entity(entity), "createdAt": NOW, "isBenchmark": False, "readOnly": False,
+            "user": self.viewer,
             "run": lambda name: self.runs.show(self.runs.find(*at, name)),
             "bucket": lambda name, missingOk=False: self.runs.show(self.runs.find(*at, name)),
             "runCount": lambda filters=None: len(self.runs.of(*at, filters)),
-            "runs": lambda filters=None, first=None, after=None, order=None: connection(self.runs.of(*at, filters), self.runs.show, first, after),
+            "runs": lambda filters=None, first=None, after=None, order=None: (
+                connection(self.runs.of(*at, filters), self.runs.show, first, after)
+            ),
             "sweep": lambda **_: None,
-            "allViews": lambda viewType="runs", viewName=None, userName=None, **page: self.views.of(*at, viewType, viewName, **page),
+            "allViews": lambda viewType="runs", viewName=None, userName=None, **page: (
+                self.views.of(*at, viewType, viewName, **page)
+            ),
             "artifactType": lambda name: self.artifacts.kind(*at, name),
             "artifactCollection": lambda name: self.artifacts.collection((*at, name)),
             "artifactCollectionMembership": lambda name: self.artifacts.by_name(*at, name),
@@ -156,7 +165,9 @@ class WandbServer:
             "model": lambda name, entityName=None: self.project(entityName, name),
             "models": lambda entityName, first=None, after=None: self._entity(entityName)["projects"](first, after),
             "artifact": lambda id: artifacts.by_id(id),
-            "clientIDMapping": lambda clientID: {"serverID": artifacts.clients[clientID]} if clientID in artifacts.clients else None,
+            "clientIDMapping": lambda clientID: (
+                {"serverID": artifacts.clients[clientID]} if clientID in artifacts.clients else None
+            ),
             "view": lambda id: views.show(id),
             "upsertBucket": lambda input: runs.upsert(input, self.entity),
             "upsertModel": lambda input: {"model": self.project(input.get("entityName"), input["name"]), "inserted": False},

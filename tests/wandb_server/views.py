@@ -42,7 +42,8 @@ class Views:
         if view is None:
             return None
         return {
-            "__typename": "View", "id": view.id, "name": view.name, "displayName": view.display, "description": view.description,
+            "__typename": "View", "id": view.id, "name": view.name, "displayName": view.display,
+            "description": view.description,
             "spec": view.spec, "type": view.kind, "createdAt": NOW, "updatedAt": NOW, "user": self.viewer, "viewCount": 0,
             "previewUrl": None, "locked": False, "project": lambda: self.project(view.entity, view.project),
         }  # fmt: skip
