@@ -9,11 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trackbridge import shipper
 from trackbridge.backends.base import BackendConfig
-from trackbridge.errors import UsageError
 from trackbridge.records import RunInfo
 from trackbridge.rundir import RunDirectory
 
@@ -59,13 +57,6 @@ class Delivery:
     def urls(self) -> dict[str, str]:
         found = {backend.kind: backend.where(self._info) for backend in self._backends}
         return {kind: where for kind, where in found.items() if where}
-
-    def native(self, kind: str) -> Any:
-        backend = self._near.backend(kind) if self._near is not None else None
-        native = getattr(backend, "native", None)
-        if native is None:
-            raise UsageError(f"the {kind} run object is not in this process: pass shipping='thread' to trackbridge.init")
-        return native
 
     def wait(self, deadline: float) -> dict[str, int]:
         """Wait until `deadline` (monotonic seconds) for delivery. Returns what is unshipped, by kind."""

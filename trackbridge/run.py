@@ -205,10 +205,6 @@ class Run:
         """Every anomaly of this attempt so far, each in its newest version, in order of detection."""
         return sorted(self._scribe.latest.values(), key=lambda anomaly: anomaly.step)
 
-    def native(self, kind: str) -> Any:
-        """The tracker's own run object. Needs ``shipping="thread"``; raises `UsageError` otherwise."""
-        return self._delivery.native(kind)
-
     # recording
 
     def watch(
