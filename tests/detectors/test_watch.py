@@ -131,6 +131,20 @@ def test_series_may_come_and_go() -> None:
     assert event.step == 333
 
 
+def test_clipping_does_not_hide_the_layer_whose_gradient_exploded() -> None:
+    series = network()
+    for layer, factor in (("a", 1.0), ("b", 50.0), ("c", 1.0)):
+        series[f"layer/{layer}.weight/grad_norm"][200:204] *= factor / 50
+    series["act/b/kurtosis"][198:206] = 3.0
+    series["grad/norm_clipped"] = np.minimum(series["grad/norm"], 1.5)
+    share = series["grad/norm_clipped"] / series["grad/norm"]
+    for layer in "abc":
+        series[f"layer/{layer}.weight/grad_norm"] *= share
+    (event,) = watch_all(Watch(), rows(series))
+    assert "layer/b.weight/grad_norm" in dict(event.cascade)
+    assert "layer/a.weight/grad_norm" not in dict(event.cascade)
+
+
 def test_rows_of_logged_values_are_not_judged() -> None:
     watch = Watch()
     watch_all(watch, rows({"train/loss": loss_curve(100)}), finish=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class _Plan:
     counts: IntArray  # places of the non-finite counters
     losses: IntArray
     skipped: int  # place of optim/skipped, or -1
+    clipping: tuple[int, int]  # places of grad/norm and grad/norm_clipped, or -1
+    layers: IntArray  # columns in the detector of the per-layer gradient norms
 
 
 class Watch:
@@ -78,6 +81,7 @@ class Watch:
         self._present[:] = False
         if not skip:
             self._values[plan.positions] = row.values[plan.columns]
+            self._unclip(row, plan)
             self._present[plan.positions] = True
         verdicts = [v for v in self.detector.update(row.step, self._values, self._present) if v.kind != "nonfinite"]
         return out + self._continue(row, verdicts) + self._begin(row, verdicts)
@@ -98,13 +102,16 @@ class Watch:
             self.detector.bind((*self.detector.series, *new))
             self._columns()
         where = {name: i for i, name in enumerate(self.detector.series)}
+        place = {name: i for i, name in enumerate(schema.names)}
         plan = _Plan(
             schema,
             np.array(columns, np.int64),
             np.array([where[schema.names[i]] for i in columns], np.int64),
             nonfinite.counters(schema),
             nonfinite.losses(schema),
-            schema.names.index("optim/skipped") if "optim/skipped" in schema.names else -1,
+            place.get("optim/skipped", -1),
+            (place.get("grad/norm", -1), place.get("grad/norm_clipped", -1)),
+            np.array([where[schema.names[i]] for i in columns if schema.names[i].endswith("/grad_norm")], np.int64),
         )
         self._plans[id(schema)] = plan
         return plan
@@ -129,6 +136,14 @@ class Watch:
             self._skipped = now
         self.amp_skips += skip
         return skip
+
+    def _unclip(self, row: Row, plan: _Plan) -> None:
+        """Layers' gradients are recorded as the optimizer used them; clipping would hide in all of them what one did."""
+        if min(plan.clipping) < 0:
+            return
+        whole, clipped = (float(row.values[i]) for i in plan.clipping)
+        if 0 < clipped < whole < math.inf:
+            self._values[plan.layers] *= whole / clipped
 
     # -- non-finite ------------------------------------------------------------------------------------------------
 
