@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +18,11 @@ from trackbridge.demo.train import Plan, Schedule
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ``trackbridge demo --quick --json`` says, from an empty folder. One thread: other tests run beside it."""
+    """What ``trackbridge demo --quick --json`` says, from an empty folder."""
     folder = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         [sys.executable, "-m", "trackbridge.cli", "demo", "--quick", "--json", "--dir", "demo-run"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

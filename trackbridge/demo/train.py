@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,11 +40,11 @@ OnStep: TypeAlias = "Callable[[int, float, Sequence[Anomaly]], None]"
 class Plan:
     """How long, how large, and where the bad files are. `batch` is windows per micro-batch; `bad_at` is a step."""
 
-    steps: int = 220
+    steps: int = 200
     bad_at: int = 160
     bad_steps: int = 3
     context: int = 128
-    batch: int = 8
+    batch: int = 6
     lr: float = 1e-3
     warmup: int = 20
     eval_every: int = 40
@@ -113,6 +114,7 @@ def train(run: Run, plan: Plan, *, seed: int = 0, on_step: OnStep | None = None)
 
     Returns the held-out loss (nats per byte) at the start and at the end.
     """
+    _leave_a_core()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -148,6 +150,13 @@ def train(run: Run, plan: Plan, *, seed: int = 0, on_step: OnStep | None = None)
         if (index + 1) % plan.eval_every == 0 and index + 1 < plan.steps:
             evaluate()
     return {"first": first, "last": evaluate()}
+
+
+def _leave_a_core() -> None:
+    """Let torch have all cores but one, which the loader's workers and the trackers' process share: threads of a parallel
+    region that wait for each other on a core short are many times slower than fewer threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - 1)))
 
 
 def settings(plan: Plan, directory: Path, backend: Any, seed: int) -> dict[str, Any]:
