@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,attr-defined"
 # ruff: noqa: N803
 """Triton kernels: one pass over the data, straight into the slab. Imported only where CUDA and Triton are.
 
@@ -12,7 +12,8 @@ costs digits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-BLOCK = 1024
-PROGRAMS = 1024  # at most, for one activation
+BLOCK = 2048
+WARPS = 8
+PROGRAMS = 512  # at most, for one activation
 CHUNK = 1 << 16  # elements of a tensor that one program of `summarise` reads
 PARTIALS = 7  # n, mean, M2, M3, M4, largest, non-finite
 
@@ -36,19 +38,24 @@ def _power_of_two(size):
 
 
 @triton.jit
+def _add4(a1, a2, a3, a4, b1, b2, b3, b4):
+    return a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
 def _observe(y, slab, scratch, counter, n, offset, gate, blocks, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
     if tl.load(slab + gate) > 0:
         program = tl.program_id(0)
         programs = tl.num_programs(0)
         lane = tl.arange(0, BLOCK)
-        begin = program.to(tl.int64) * blocks * BLOCK
+        begin = program.to(tl.int64) * (blocks * BLOCK)
+        length = tl.minimum(n - begin, blocks * BLOCK).to(tl.int32)
+        data = y + begin
 
-        at = begin + lane
-        x = tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
-        fine = (at < n) & (tl.abs(x) < float("inf"))
-        known = tl.sum(fine.to(tl.float32), 0)
-        shift = tl.sum(tl.where(fine, x, 0.0) / tl.maximum(known, 1.0), 0)
-        scale = _power_of_two(tl.max(tl.where(fine, tl.abs(x - shift), 0.0), 0))
+        inside = lane < length
+        x = tl.load(data + lane, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.sum(x, 0) / tl.minimum(length, BLOCK).to(tl.float32)
+        scale = _power_of_two(tl.max(tl.where(inside, tl.abs(x - shift), 0.0), 0))
         inverse = 1.0 / scale
 
         s1 = tl.zeros([BLOCK], tl.float32)
@@ -56,38 +63,51 @@ def _observe(y, slab, scratch, counter, n, offset, gate, blocks, BLOCK: tl.const
         s3 = tl.zeros([BLOCK], tl.float32)
         s4 = tl.zeros([BLOCK], tl.float32)
         largest = tl.zeros([BLOCK], tl.float32)
-        bad = tl.zeros([BLOCK], tl.int32)
-        for block in range(blocks):
-            at = begin + block * BLOCK + lane
-            inside = at < n
-            x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-            fine = inside & (tl.abs(x) < float("inf"))
-            d = tl.where(fine, (x - shift) * inverse, 0.0)
+        whole = length // BLOCK
+        for block in tl.range(0, whole, num_stages=4):
+            x = tl.load(data + block * BLOCK + lane).to(tl.float32)
+            d = (x - shift) * inverse
             q = d * d
             s1 += d
             s2 += q
             s3 += q * d
             s4 += q * q
-            largest = tl.maximum(largest, tl.where(fine, tl.abs(x), 0.0))
-            bad += (inside & (fine == 0)).to(tl.int32)
+            largest = tl.maximum(largest, tl.abs(x))
+        if whole * BLOCK < length:
+            inside = whole * BLOCK + lane < length
+            x = tl.load(data + whole * BLOCK + lane, mask=inside, other=0.0).to(tl.float32)
+            d = tl.where(inside, (x - shift) * inverse, 0.0)
+            q = d * d
+            s1 += d
+            s2 += q
+            s3 += q * d
+            s4 += q * q
+            largest = tl.maximum(largest, tl.abs(x))
 
-        bads = tl.sum(bad, 0).to(tl.float64)
-        length = tl.minimum(tl.maximum(n - begin, 0), blocks * BLOCK)
-        c = length.to(tl.float64) - bads
-        t1 = tl.sum(s1, 0).to(tl.float64)
-        t2 = tl.sum(s2, 0).to(tl.float64)
-        t3 = tl.sum(s3, 0).to(tl.float64)
-        t4 = tl.sum(s4, 0).to(tl.float64)
-        m = t1 / tl.maximum(c, 1.0)
+        c = length.to(tl.float64)
+        r1, r2, r3, r4 = tl.reduce((s1, s2, s3, s4), 0, _add4)
+        t1 = r1.to(tl.float64)
+        t2 = r2.to(tl.float64)
+        t3 = r3.to(tl.float64)
+        t4 = r4.to(tl.float64)
+        bads = 0.0
+        if (tl.abs(t2) < float("inf")) == 0:  # a NaN or infinity among the data, or an overflow: look again
+            bad = tl.zeros([BLOCK], tl.int32)
+            for block in range(tl.cdiv(length, BLOCK)):
+                at = block * BLOCK + lane
+                x = tl.load(data + at, mask=at < length, other=0.0).to(tl.float32)
+                bad += tl.where(tl.abs(x) < float("inf"), 0, 1)
+            bads = tl.sum(bad, 0).to(tl.float32)
+        m = t1 / c
         size = scale.to(tl.float64)
         place = scratch + program
         tl.store(place, c)
         tl.store(place + PROGRAMS, shift.to(tl.float64) + m * size)
-        tl.store(place + 2 * PROGRAMS, tl.maximum(t2 - m * t1, 0.0) * size * size)
+        tl.store(place + 2 * PROGRAMS, tl.maximum(t2 - m * t1, 0.0, propagate_nan=tl.PropagateNan.ALL) * size * size)
         tl.store(place + 3 * PROGRAMS, (t3 - 3 * m * t2 + 2 * m * m * t1) * size * size * size)
         tl.store(place + 4 * PROGRAMS, (t4 - 4 * m * t3 + 6 * m * m * t2 - 3 * m * m * m * t1) * size * size * size * size)
         tl.store(place + 5 * PROGRAMS, tl.max(largest, 0).to(tl.float64))
-        tl.store(place + 6 * PROGRAMS, bads)
+        tl.store(place + 6 * PROGRAMS, bads.to(tl.float64))
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1:
             _combine(slab + offset, scratch, programs, PROGRAMS)
@@ -112,9 +132,9 @@ def _combine(row, scratch, programs, PROGRAMS: tl.constexpr):
     mean_b = tl.sum(c * mean, 0) / tl.maximum(nb, 1.0)
     d = tl.where(c > 0, mean - mean_b, 0.0)
     d2 = d * d
-    m2b = tl.sum(m2 + c * d2, 0)
-    m3b = tl.sum(m3 + 3 * d * m2 + c * d2 * d, 0)
-    m4b = tl.sum(m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2 * d2, 0)
+    m2b, m3b, m4b, bads = tl.reduce(
+        (m2 + c * d2, m3 + 3 * d * m2 + c * d2 * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2 * d2, bad), 0, _add4
+    )
 
     na = tl.load(row)
     mean_a = tl.load(row + 1)
@@ -138,7 +158,7 @@ def _combine(row, scratch, programs, PROGRAMS: tl.constexpr):
         + 4 * g * (na * m3b - nb * m3a),
     )
     tl.store(row + 5, tl.maximum(tl.load(row + 5), tl.max(largest, 0)))
-    tl.store(row + 6, tl.load(row + 6) + tl.sum(bad, 0))
+    tl.store(row + 6, tl.load(row + 6) + bads)
     tl.store(row + 7, tl.load(row + 7) + 1.0)
 
 
@@ -150,51 +170,66 @@ def _summarise(
 ):  # fmt: skip
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
-    size = tl.load(sizes + tensor)
     begin = tl.load(chunks + program).to(tl.int64) * CHUNK
-    end = tl.minimum(begin + CHUNK, size)
-    data = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE))
+    length = tl.minimum(tl.load(sizes + tensor) - begin, CHUNK).to(tl.int32)
+    data = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE)) + begin
+    old = tl.load(others + tensor).to(tl.pointer_type(DTYPE)) + begin
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-    if OLD:
-        old = tl.load(others + tensor).to(tl.pointer_type(DTYPE))
-        if ALIGNED:
-            old = tl.multiple_of(old, 16)
+        old = tl.multiple_of(old, 16)
     lane = tl.arange(0, BLOCK)
 
-    at = begin + lane
-    x = tl.load(data + at, mask=at < end, other=0.0).to(tl.float32)
+    inside = lane < length
+    x = tl.load(data + lane, mask=inside, other=0.0).to(tl.float32)
     scale = _power_of_two(tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 0))
     inverse = 1.0 / scale
 
     squares = tl.zeros([BLOCK], tl.float32)
     moved = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.float32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    nan = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.cdiv(end - begin, BLOCK).to(tl.int32)):
-        at = begin + block * BLOCK + lane
-        x = tl.load(data + at, mask=at < end, other=0.0).to(tl.float32)
+    whole = length // BLOCK
+    for block in tl.range(0, whole, num_stages=3):
+        at = block * BLOCK + lane
+        x = tl.load(data + at).to(tl.float32)
         scaled = x * inverse
         squares += scaled * scaled
+        largest = tl.maximum(largest, tl.abs(x))
         if OLD:
-            d = (x - tl.load(old + at, mask=at < end, other=0.0).to(tl.float32)) * inverse
+            d = (x - tl.load(old + at).to(tl.float32)) * inverse
             moved += d * d
-        else:
-            number = x == x
-            largest = tl.maximum(largest, tl.where(number, tl.abs(x), 0.0))
-            bad += tl.where(tl.abs(x) < float("inf"), 0, 1)
-            nan += tl.where(number, 0, 1)
+    if whole * BLOCK < length:
+        at = whole * BLOCK + lane
+        inside = at < length
+        x = tl.load(data + at, mask=inside, other=0.0).to(tl.float32)
+        scaled = x * inverse
+        squares += scaled * scaled
+        largest = tl.maximum(largest, tl.abs(x))
+        if OLD:
+            d = (x - tl.load(old + at, mask=inside, other=0.0).to(tl.float32)) * inverse
+            moved += d * d
 
+    total = tl.sum(squares, 0).to(tl.float64)
     size2 = scale.to(tl.float64) * scale.to(tl.float64)
     place = partials + program
-    tl.store(place, tl.sum(squares, 0).to(tl.float64) * size2)
+    tl.store(place, total * size2)
     if OLD:
         tl.store(place + programs, tl.sum(moved, 0).to(tl.float64) * size2)
     else:
-        peak = tl.where(tl.sum(nan, 0) > 0, float("nan"), tl.max(largest, 0))
+        peak = tl.max(largest, 0)
+        bads = 0
+        if (total < float("inf")) == 0:  # a NaN or infinity among the data, or an overflow: look again
+            bad = tl.zeros([BLOCK], tl.int32)
+            nan = tl.zeros([BLOCK], tl.int32)
+            for block in range(tl.cdiv(length, BLOCK)):
+                at = block * BLOCK + lane
+                x = tl.load(data + at, mask=at < length, other=0.0).to(tl.float32)
+                bad += tl.where(tl.abs(x) < float("inf"), 0, 1)
+                nan += tl.where(x == x, 0, 1)
+            bads = tl.sum(bad, 0)
+            if tl.sum(nan, 0) > 0:
+                peak = float("nan")
         tl.store(place + programs, peak.to(tl.float64))
-        tl.store(place + 2 * programs, tl.sum(bad, 0).to(tl.float64))
+        tl.store(place + 2 * programs, bads.to(tl.float64))
     tl.debug_barrier()
     count = tl.load(counts + tensor)
     if tl.atomic_add(counters + tensor, 1, sem="acq_rel") == count - 1:
@@ -204,18 +239,18 @@ def _summarise(
         c = tl.zeros([BLOCK], tl.float64)
         hidden = tl.zeros([BLOCK], tl.int32)
         for start in range(0, count, BLOCK):
-            at = start + lane
-            inside = at < count
-            place = partials + first + at
-            a += tl.load(place, mask=inside, other=0.0, volatile=True)
-            second = tl.load(place + programs, mask=inside, other=0.0, volatile=True)
+            which = start + lane
+            inside = which < count
+            part = partials + first + which
+            a += tl.load(part, mask=inside, other=0.0, volatile=True)
+            second = tl.load(part + programs, mask=inside, other=0.0, volatile=True)
             if OLD:
                 b += second
             else:
-                number = second == second
-                hidden += tl.where(number, 0, 1)
-                b = tl.maximum(b, tl.where(number, second, 0.0))
-                c += tl.load(place + 2 * programs, mask=inside, other=0.0, volatile=True)
+                known = second == second
+                hidden += tl.where(known, 0, 1)
+                b = tl.maximum(b, tl.where(known, second, 0.0))
+                c += tl.load(part + 2 * programs, mask=inside, other=0.0, volatile=True)
         tl.store(result + tensor, tl.sqrt(tl.sum(a, 0)))
         if OLD:
             tl.store(result + tensors + tensor, tl.sqrt(tl.sum(b, 0)))
@@ -229,8 +264,9 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 _scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
-def can_observe(y: Tensor) -> bool:
-    return y.dtype in DTYPES
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def scratch_on(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -249,24 +285,32 @@ def observe(y: Tensor, slab: Tensor, offset: int, gate: int) -> None:
     if not torch.ops.aten.is_non_overlapping_and_dense(y):
         y = y.contiguous()
     scratch, counter = scratch_on(slab.device)
-    blocks, programs = _grid(n)
-    with torch.cuda.device(slab.device):
-        _observe[(programs,)](y, slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
+    blocks, programs = _grid(n, slab.device)
+    with _on(slab.device):
+        _observe[(programs,)](
+            y, slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=WARPS
+        )
 
 
 @triton_op("trackbridge::observe_triton", mutates_args={"slab", "scratch", "counter"})
 def observe_traced(y: Tensor, slab: Tensor, scratch: Tensor, counter: Tensor, offset: int, gate: int) -> None:
     n = y.numel()
-    blocks, programs = _grid(n)
+    blocks, programs = _grid(n, slab.device)
     wrap_triton(_observe)[(programs,)](
-        y.contiguous(), slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS
+        y.contiguous(), slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=WARPS
     )
 
 
-def _grid(n: int) -> tuple[int, int]:
-    """Blocks for each program, and programs."""
-    blocks = max(4, triton.cdiv(n, BLOCK * PROGRAMS))
+def _grid(n: int, device: torch.device) -> tuple[int, int]:
+    """Blocks for each program, and programs: at most one wave, so that no program waits for another to end."""
+    blocks = max(4, triton.cdiv(n, BLOCK * _one_wave(device)))
     return blocks, triton.cdiv(n, BLOCK * blocks)
+
+
+@cache
+def _one_wave(device: torch.device) -> int:
+    """Programs of `observe` that a device runs at once: three per multiprocessor by their registers."""
+    return min(PROGRAMS, 3 * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Table:
@@ -314,10 +358,11 @@ def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None) ->
     data = tuple(t.data_ptr() for t in dense)
     others = tuple(t.data_ptr() for t in old) if old is not None else data
     result = torch.empty((3 if old is None else 2, table.tensors), dtype=torch.float64, device=device)
-    with torch.cuda.device(device):
+    with _on(device):
         _summarise[(table.programs,)](
             _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, table.firsts,
             table.counts, table.partials, table.counters, result, table.tensors, table.programs, DTYPE=DTYPES[dense[0].dtype],
             OLD=old is not None, ALIGNED=all(pointer % 16 == 0 for pointer in (*data, *others)), CHUNK=CHUNK, BLOCK=BLOCK,
+            num_warps=WARPS,
         )  # fmt: skip
     return result
