@@ -162,6 +162,7 @@ def test_a_watched_loader_is_the_same_loader(kind: str, workers: int, persistent
     got = loop(Feed(loader, notes)), digest()
     assert got == expected
     assert {**loader.__dict__, "_iterator": None} == {**before, "_iterator": None}
+    assert getattr(loader._iterator, "_index_sampler", loader._index_sampler) is loader._index_sampler
     consumed = [tuple(int(row[0]) for row in np.atleast_2d(batch)) for batch in notes.batches]
     assert notes.ids() == ([None] * len(consumed) if kind in WITHOUT_IDS else consumed)
     half = len(consumed) // 2

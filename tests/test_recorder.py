@@ -235,6 +235,33 @@ def test_an_epoch_edge_inside_a_step_is_a_fetch_that_moved_it(tmp_path: Path) ->
         assert torch.equal(order[0], torch.from_numpy(micro.tensors["ids"]))
 
 
+def test_an_iterator_that_alone_draws_is_part_of_its_first_fetch(tmp_path: Path) -> None:
+    """A loader that does not shuffle draws a base seed all the same, as its iterator is made."""
+    record = make(tmp_path)
+    feed = Feed(DataLoader(Sequences(), batch_size=20), record)
+    list(feed), list(feed)
+    context = record.pack(record.close_step(0))
+    assert [micro.rng is not None for micro in context.micro] == [False, False, True, False]
+
+
+def test_a_pause_in_a_step_does_not_reach_into_the_next(tmp_path: Path) -> None:
+    record = make(tmp_path)
+    model, optimizer, _ = parts()
+    record.attach({"": model}, {"": optimizer})
+    feed = iter(Feed(DataLoader(Sequences(), batch_size=8), record))
+    for step in range(2):
+        model(next(feed))
+        model(next(feed))
+        record.pause()
+        torch.rand(3)
+        record.resume()
+        context = record.pack(record.close_step(step))
+        assert [micro.rng for micro in context.micro] == [None, None]
+    model({"ids": torch.zeros(4, 6, dtype=torch.long), "noise": torch.zeros(4)})
+    model(next(feed))
+    assert record.pack(record.close_step(2)).micro[0].rng is None
+
+
 def test_without_a_feed_the_start_is_the_first_forward_pass(tmp_path: Path) -> None:
     record = make(tmp_path)
     model, optimizer, _ = parts()

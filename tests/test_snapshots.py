@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,56 @@ def test_page_locked_memory_is_made_beside_training(tmp_path: Path) -> None:
     ring.publish(snapshot, 11)
     assert not ring.due(12) and ring.due(20)
     ring.clear()
+
+
+SHARDED = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from trackbridge import tree
+from trackbridge.config import RecorderConfig
+from trackbridge.recorder import Recorder
+from trackbridge.rundir import RunDirectory
+
+rank, where = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+record = Recorder(RecorderConfig(snapshot_every=1), RunDirectory(where), rank, attempt=0, strict=True)
+record.attach({"": model}, {"": optimizer})
+for step in range(3):
+    before = [p.to_local().clone() for p in model.parameters()]
+    model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    record.close_step(step)
+assert record.pin(2) is None
+skeleton, arrays, metadata = tree.load(Path(where) / f"rank-{rank:04d}" / "snapshots" / "step-2")
+state = tree.unpack(skeleton, arrays)
+for mine, (name, stored) in zip(before, state["models"][""].items(), strict=True):
+    assert torch.equal(mine, stored) and stored.shape[0] in (2, 4), (name, stored.shape)
+assert state["optimizers"][""]["state"][0]["exp_avg"].shape == (4, 4)
+dist.destroy_process_group()
+print("sharded", rank)
+"""
+
+
+def test_each_rank_of_fsdp2_keeps_its_own_shards(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARDED, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        out, err = process.communicate(timeout=120)
+        assert out.decode().strip() == f"sharded {rank}", err.decode()[-2000:]
 
 
 # the recorder decides when -----------------------------------------------------------------------------------------------

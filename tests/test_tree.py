@@ -207,6 +207,12 @@ def test_what_is_not_plain_data_is_refused_with_its_place(obj: Any, words: str) 
         tree.pack(obj)
 
 
+def test_large_integers_do_not_meet_the_limits_of_json_readers() -> None:
+    for number in (2**63, -(2**63) - 1, 2**64, 10**5000):
+        assert round_trip(number) == number
+    assert tree.pack(2**64 - 1)[0] == 2**64 - 1 and tree.pack(2**64)[0] == {"$int": "0x10000000000000000"}
+
+
 def test_cycles_and_crowds_are_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)

@@ -168,9 +168,9 @@ class Recorder:
     def pause(self) -> None:
         """Evaluation: nothing starts, nothing is recorded until `resume`. Nests."""
         if not self._paused and not self._open.fresh and self._before is None and not hostcopy.capturing():
-            self._before = (
-                self._capture()
-            )  # what the pause draws, a replay of the step does not: the next fetch makes up for it
+            # A replay of the step does not draw what is drawn in the pause. The next fetch makes up for it: it counts as
+            # having moved the state.
+            self._before = self._capture()
         self._paused += 1
 
     def resume(self) -> None:
