@@ -25,19 +25,20 @@ from trackbridge import attempts, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
 from trackbridge.batches import Feed, Fetch, LoaderBook
-from trackbridge.clock import StepClock
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors import Watch
 from trackbridge.errors import Part, UsageError
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import keep
+from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
 from trackbridge.ranks import Ranks
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
+from trackbridge.scalars import losses, scalar
 from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import Sealer
 from trackbridge.shipping.cursor import first_free_seq
@@ -126,18 +127,13 @@ class Run:
         self._directory = directory
         self._info = info
         self._step = info.start_step
-        self._clock = StepClock()
+        self._pace = Pace()
         self._part = Part("the run", strict=settings.strict)
         self._feeding = Part("batch recording", strict=settings.strict)
         self._book = LoaderBook()
         self._first = True
         self._complained = False
         self._ended = False
-        self._tokens = 0.0
-        self._step_tokens = 0.0
-        self._step_samples = 0.0
-        self._fetch_s = 0.0
-        self._pauses: dict[str, float] = {}
         self._rows_dropped = 0
         self._models: dict[str, nn.Module] = {}
         self._auto: AutoStep | None = None
@@ -240,7 +236,7 @@ class Run:
         if auto_step and self._auto is None:
             self._auto = AutoStep(self._auto_step, models, optimizers)
         self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
-        self._clock.lap()
+        self._pace.begin()
 
     def batches(self, loader: Iterable[T], *, skip: SkipPlan | None = None, epoch: int | None = None) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
@@ -258,7 +254,7 @@ class Run:
 
     def fetched(self, batch: Any, fetch: Fetch, /) -> None:
         if not self._inert():
-            self._fetch_s += 0.0 if self._clock.paused else fetch.seconds
+            self._pace.fetched(fetch.seconds)
             if self._recorder is not None:
                 self._recorder.fetched(batch, fetch)
 
@@ -281,13 +277,12 @@ class Run:
         if self._inert() or not self._part.alive:
             return
         try:
-            value = self._scalar("loss", loss)
+            value = scalar("loss", loss)
         except UsageError as error:
             self._misused(error)
             return
         with self._part:
-            self._step_tokens += tokens or 0
-            self._step_samples += samples or 0
+            self._pace.consumed(tokens or 0, samples or 0)
             self._instruments.micro(value, tokens, sample_loss)
 
     def step(
@@ -321,9 +316,9 @@ class Run:
         if self._inert() or not self._part.alive:
             return []
         try:
-            given = dict(self._losses(loss))
+            given = losses(loss)
             if grad_norm is not None:
-                given["grad/norm"] = self._scalar("grad_norm", grad_norm)
+                given["grad/norm"] = scalar("grad_norm", grad_norm)
         except UsageError as error:
             self._misused(error)
             given = {}
@@ -354,7 +349,7 @@ class Run:
         if skipped:
             self._instruments.skipped()
         host.update(self._instruments.lr())
-        self._rates(host, tokens, samples)
+        host.update(self._pace.close(tokens, samples))
         host.update(self._host.sample(number))
         context = None
         if self._recorder is not None:
@@ -400,7 +395,7 @@ class Run:
         if self._inert():
             yield
             return
-        self._clock.pause()
+        self._pace.pause()
         self._instruments.pause()
         if self._recorder is not None:
             self._recorder.pause()
@@ -410,8 +405,7 @@ class Run:
             if self._recorder is not None:
                 self._recorder.resume()
             self._instruments.resume()
-            name = f"perf/paused_s/{names.legal(what)}"
-            self._pauses[name] = self._pauses.get(name, 0.0) + self._clock.resume()
+            self._pace.resume(f"perf/paused_s/{names.legal(what)}")
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
         """Your own scalars, at `step` (default: the newest closed step). Tensors are read later, off this thread."""
@@ -419,7 +413,7 @@ class Run:
             return
         clean: dict[str, Any] = {}
         for name, value in values.items():
-            clean[names.legal(name)] = value.detach() if isinstance(value, Tensor) else self._scalar(name, value)
+            clean[names.legal(name)] = value.detach() if isinstance(value, Tensor) else scalar(name, value)
         at = max(self._step - 1, self._info.start_step) if step is None else int(step)
         self._scribe.submit(Logged(at, time.time(), clean))
 
@@ -444,14 +438,14 @@ class Run:
             "run_id": self.id,
             "attempt": self._info.attempt,
             "step": self._step,
-            "tokens": self._tokens,
+            "tokens": self._pace.tokens,
             "watch": self._scribe.ask(self._scribe.watch_state),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: step number, token count and the detectors' baselines."""
         self._step = int(state["step"])
-        self._tokens = float(state.get("tokens", 0.0))
+        self._pace.tokens = float(state.get("tokens", 0.0))
         watch, step = state.get("watch"), self._step
         self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
 
@@ -504,31 +498,6 @@ class Run:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""
         return self._ended or os.getpid() != self._pid
 
-    def _losses(self, loss: Any) -> Iterator[tuple[str, Tensor | float]]:
-        if loss is None:
-            return
-        if not isinstance(loss, Mapping):
-            yield "train/loss", self._scalar("loss", loss)
-            return
-        parts = {name: self._scalar(f"loss[{name!r}]", value) for name, value in loss.items()}
-        for name, value in parts.items():
-            if name != "loss":
-                yield f"train/loss/{names.legal(name)}", value
-        if parts:
-            yield "train/loss", parts["loss"] if "loss" in parts else sum(parts.values())
-
-    def _scalar(self, what: str, value: Any) -> Tensor | float:
-        """A detached 0-d tensor or a float. Raises `UsageError` for anything else."""
-        if isinstance(value, Tensor):
-            if value.numel() == 1:
-                return value.detach().reshape(())
-            shape = tuple(value.shape)
-            raise UsageError(f"{what} must be a scalar, got a tensor of shape {shape}: pass {what}.mean() or .sum()")
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise UsageError(f"{what} must be a number or a 0-d tensor, got {type(value).__name__}") from None
-
     def _misused(self, error: UsageError) -> None:
         """Raise in the first step; later say it once, leave the value out and let training go on."""
         if self._first:
@@ -540,25 +509,6 @@ class Run:
     def _auto_step(self, loss: Tensor | None, batch: Any) -> None:
         for anomaly in self.step(loss, batch=batch):
             logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
-
-    def _rates(self, host: dict[str, float], tokens: int | None, samples: int | None) -> None:
-        """Step time, fetch time and throughput of the step that ends now."""
-        seconds = self._clock.lap()
-        step_tokens = self._step_tokens if tokens is None else float(tokens)
-        step_samples = self._step_samples if samples is None else float(samples)
-        host["perf/step_s"] = seconds
-        if self._fetch_s:
-            host["perf/fetch_s"] = self._fetch_s
-        if self._pauses:
-            host |= self._pauses
-            self._pauses = {}
-        if step_tokens:
-            self._tokens += step_tokens
-            host["train/tokens"] = self._tokens
-            host["perf/tokens_per_s"] = step_tokens / seconds if seconds else 0.0
-        if step_samples:
-            host["perf/samples_per_s"] = step_samples / seconds if seconds else 0.0
-        self._step_tokens = self._step_samples = self._fetch_s = 0.0
 
     def _write_provenance(self) -> dict[str, Any]:
         facts = provenance.collect()
