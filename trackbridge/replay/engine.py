@@ -192,6 +192,9 @@ class _Replay:
         return [name for name in self._states.before(self.capsule.span[0]) if name.startswith("cuda:")]
 
     def _torch_devices(self) -> list[torch.device]:
+        """The recorded CUDA devices that are here and in use: before CUDA starts there is no state to look at."""
+        if not torch.cuda.is_initialized():
+            return []
         return [torch.device(name) for name in self._devices() if int(name[5:]) < torch.cuda.device_count()]
 
     def report(self, began: float, runs: int, verdict: Verdict, reason: str, **found: Any) -> ReplayReport:
