@@ -63,10 +63,15 @@ def encode_schema(schema: Schema) -> tuple[bytes, bytes]:
     return digest, digest + zlib.compress(text, 6)
 
 
+def digest_of_schema(payload: bytes) -> bytes:
+    """The digest by which rows name the schema in `payload`."""
+    return payload[:8]
+
+
 def decode_schema(payload: bytes) -> tuple[bytes, Schema]:
     inflate = zlib.decompressobj()
     text = inflate.decompress(payload[8:], _MAX_SCHEMA)
-    return payload[:8], Schema(tuple(str(name) for name in json.loads(text)))
+    return digest_of_schema(payload), Schema(tuple(str(name) for name in json.loads(text)))
 
 
 def encode_row(row: Row, digest: bytes) -> bytes:
@@ -77,7 +82,7 @@ def encode_row(row: Row, digest: bytes) -> bytes:
     return _ROW.pack(row.time, row.attempt, _ROW_KINDS.index(row.kind), digest) + values.tobytes()
 
 
-def schema_digest(payload: bytes) -> bytes:
+def digest_in_row(payload: bytes) -> bytes:
     """Which schema the row in `payload` needs."""
     return payload[_ROW.size - 8 : _ROW.size]
 

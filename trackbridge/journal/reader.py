@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ class JournalReader:
         self._schemas: dict[bytes, Schema] = {}
         self._unfindable: set[bytes] = set()
         self._walk: Walk | None = None
+        self._ahead: list[Segment] = []  # a listing, for as long as it shows segments after the current one
         self._expected: int | None = None  # the seq that comes next, None where a gap would not be damage
 
     def read(self, limit: int | None = None) -> list[Record]:
@@ -98,10 +100,13 @@ class JournalReader:
 
     def _later(self) -> Segment | None:
         """The segment to read after the current one; at the start, the one that holds `position` + 1."""
-        found = segments.listing(self.directory)
         if self._walk is not None:
             current = self._walk.segment.number
-            return next((segment for segment in found if segment.number > current), None)
+            if not self._ahead or self._ahead[-1].number <= current:
+                self._ahead = segments.listing(self.directory)
+            at = bisect.bisect_right(self._ahead, current, key=lambda segment: segment.number)
+            return self._ahead[at] if at < len(self._ahead) else None
+        found = segments.listing(self.directory)
         before = [segment for segment in found if segment.first_seq <= self.position + 1]
         return before[-1] if before else (found[0] if found else None)
 
@@ -157,7 +162,7 @@ class JournalReader:
         try:
             if entry.kind != codec.ROW:
                 return codec.decode(entry.kind, entry.seq, entry.step, payload)
-            schema = self._schema(codec.schema_digest(payload))
+            schema = self._schema(codec.digest_in_row(payload))
             return None if schema is None else codec.decode_row(entry.seq, entry.step, payload, schema)
         except codec.MALFORMED:
             return None
@@ -174,8 +179,10 @@ class JournalReader:
         return self._schemas.get(digest)
 
     def _learn(self, payload: bytes) -> None:
+        if codec.digest_of_schema(payload) in self._schemas:
+            return
         try:
             digest, schema = codec.decode_schema(payload)
         except codec.MALFORMED:
             return
-        self._schemas.setdefault(digest, schema)
+        self._schemas[digest] = schema
