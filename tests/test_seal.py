@@ -147,6 +147,15 @@ def test_tier_and_missing(tmp_path: Path, made: dict[str, Any], tier: str, resta
     assert any(words in text for text in capsule.missing) if words else capsule.missing == []
 
 
+def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
+    directory = a_run(tmp_path / "run-1", snapshots=(5, 15))
+    (directory.snapshots(0) / "step-15" / "state.json").write_text("{")
+    assert load(seal(directory.path, "a-20")).restart_step == 5
+    directory = a_run(tmp_path / "run-2", snapshots=(15,))
+    (directory.snapshots(0) / "step-15" / "state.json").write_text("{")
+    assert "step-15 is damaged" in load(seal(directory.path, "a-20")).missing[0]
+
+
 def test_no_batches_seen(tmp_path: Path) -> None:
     directory = a_run(tmp_path / "run-1", contexts=[], snapshots=(15,))
     ring = writer(directory.contexts(0))
@@ -229,7 +238,9 @@ def test_the_post_mortem_says_what_the_record_knows(tmp_path: Path) -> None:
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
     page = (seal(a_run(tmp_path / "run-1", snapshots=(15,)).path, "a-20") / "report.html").read_text()
-    assert "Spike in train/loss at step 20" in page and "head.weight" in page and 'src="http' not in page and "re-execute" in page
+    assert (
+        "Spike in train/loss at step 20" in page and "head.weight" in page and 'src="http' not in page and "re-execute" in page
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -107,7 +107,11 @@ def snapshots(directory: RunDirectory, rank: int, attempt: int) -> tuple[dict[in
     for folder in sorted(directory.snapshots(rank).glob("step-*")):
         state = folder / "state.json"
         if folder.name[5:].isdecimal() and state.is_file():
-            metadata = json.loads(state.read_text(encoding="utf-8")).get("metadata", {})
+            try:
+                metadata = json.loads(state.read_text(encoding="utf-8"))["metadata"]
+            except (OSError, ValueError, LookupError, TypeError):
+                refused.append(f"{folder.name} is damaged")
+                continue
             if metadata.get("attempt", attempt) != attempt:
                 continue
             for part, why in metadata.get("missing", {}).items():
