@@ -27,7 +27,7 @@ from trackbridge.shipping.claim import Claim
 
 sys.path.insert(0, str(Path(__file__).parent / "flaky"))
 from a_run import ARun
-from flaky_tracker import FlakyConfig, FlakyTracker, OtherConfig, read
+from flaky_tracker import FlakyConfig, OtherConfig, read
 
 FLAKY = Path(__file__).parent / "flaky"
 GONE = 2**22 - 1  # a process id that nobody has
@@ -327,7 +327,6 @@ def test_in_a_thread_of_the_trainer(tmp_path: Path, tracker: Path) -> None:
     thread.start()
     run.rows(range(5))
     until(lambda: len(steps(tracker)) == 5)
-    assert isinstance(near.backend("flaky"), FlakyTracker)
     run.anomaly(4, capsule="capsules/spike-4")
     run.end()
     thread.join(60)

@@ -15,9 +15,9 @@ from trackbridge import redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import ConfigError
-from trackbridge.journal import JournalReader
+from trackbridge.history import runs
 from trackbridge.ranks import Ranks
-from trackbridge.records import Row, RunInfo
+from trackbridge.records import RunInfo
 from trackbridge.rundir import Attempt, RunDirectory, RunFile, dumps
 
 
@@ -61,7 +61,7 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
     now = time.time()
     attempt = Attempt(
         number=file.attempts[-1].number + 1 if file and file.attempts else 0,
-        start_step=_last_step(directory) + 1 if exists else 0,
+        start_step=runs(directory.path)[0].step + 1 if exists else 0,
         time=now,
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -94,14 +94,3 @@ def _create(directory: RunDirectory) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write to {directory.path}: {error.strerror}; pass dir= a folder you can write to") from None
-
-
-def _last_step(directory: RunDirectory) -> int:
-    """The newest step in the leader's journal, -1 if there is none."""
-    last = -1
-    reader = JournalReader(directory.rows())
-    while records := reader.read(limit=10_000):
-        for record in records:
-            if isinstance(record, Row) and record.kind == "step":
-                last = record.step
-    return last

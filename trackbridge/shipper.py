@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trackbridge import redact
-from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends.base import BackendConfig
 from trackbridge.config import StreamConfig
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.history import find
@@ -131,10 +131,6 @@ class Shipper:
         """End in `within` seconds, whatever is left. May be called from a signal handler."""
         deadline = self._clock() + within
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-
-    def backend(self, kind: str) -> Backend | None:
-        """The backend served in this process, once it has been opened."""
-        return next((worker.backend for worker in self._workers if worker.kind == kind), None)
 
     def status(self) -> list[BackendStatus]:
         return statuses(self._directory, self._configs)
