@@ -46,19 +46,21 @@ def calls(device: torch.device) -> None:
     model = nn.Linear(1, 1).to(device)
     one = torch.ones(1, 1, device=device)
     generators = {"a": np.random.default_rng(1), "b": torch.Generator()}
-    cases: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
-        ("forward hook and close", False, {}, {}),
-        ("run.batches, batch not kept", True, {"batch_bytes": 0}, {}),
-        ("run.batches, 16x1024 tokens kept", True, {}, {}),
-        ("  and a numpy and a torch generator", True, {}, generators),
+    cases: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+        ("forward hook and close", None, {}, {}),
+        ("run.batches, no batch to keep", 0, {}, {}),
+        ("run.batches, 16x1024 tokens sampled", tokens, {"batch_bytes": 0}, {}),
+        ("run.batches, 16x1024 tokens kept", tokens, {}, {}),
+        ("  and a numpy and a torch generator", tokens, {}, generators),
     ]
     plain = microseconds(lambda: model(one))
     bare = iter(endless(tokens))
     fetch = microseconds(lambda: next(bare))
-    for name, fed, config, registered in cases:
+    for name, batch, config, registered in cases:
+        fed = batch is not None
         record = recorder(snapshot_every=0, **config)
         record.attach({"": model}, {}, generators=registered)
-        batches = iter(Feed(endless(tokens), record)) if fed else None
+        batches = iter(Feed(endless(batch), record)) if fed else None
 
         def step(record: Recorder = record, batches: Any = batches) -> Any:
             if batches is not None:
@@ -70,17 +72,18 @@ def calls(device: torch.device) -> None:
         packing = microseconds(functools.partial(record.pack, step()), 5, 10)
         print(f"{name:40s} {took:8.1f} us a step, {packing:8.1f} us to pack on the scribe")
         record.detach()
-    record = recorder(snapshot_every=0, batch_bytes=0)
-    record.attach({"": model}, {})
-    batches = iter(Feed(endless(tokens), record))
+    for name, batch in (("8 micro-batches, none to keep", 0), ("8 micro-batches kept", tokens)):
+        record = recorder(snapshot_every=0)
+        record.attach({"": model}, {})
+        batches = iter(Feed(endless(batch), record))
 
-    def micro() -> None:
-        for _ in range(8):
-            next(batches)
-            model(one)
-        record.close_step(0)
+        def micro(record: Recorder = record, batches: Any = batches) -> None:
+            for _ in range(8):
+                next(batches)
+                model(one)
+            record.close_step(0)
 
-    print(f"{'8 micro-batches, not kept':40s} {microseconds(micro, 10, 20) - 8 * (plain + fetch):8.1f} us a step")
+        print(f"{name:40s} {microseconds(micro, 10, 20) - 8 * (plain + fetch):8.1f} us a step")
 
 
 def snapshots(device: torch.device, width: int, depth: int, rows: int) -> None:
@@ -104,7 +107,7 @@ def snapshots(device: torch.device, width: int, depth: int, rows: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         record.pack(record.close_step(step))
-        if step in (0, 20, 40):
+        if step in (0, 60, 120):
             cost = record.snapshot_cost
             print(f"  snapshot {step}: {cost.bytes / 2**20:.0f} MiB, {cost.seconds * 1e3:.1f} ms of the training thread")
     if device.type == "cuda":
