@@ -74,6 +74,7 @@ def rerun(
         steps=found.steps,
         first_divergence=found.first_divergence,
         noise_ulp=found.noise_ulp,
+        noise_max_ulp=found.noise_max_ulp,
     )
 
 

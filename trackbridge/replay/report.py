@@ -23,8 +23,8 @@ class Found(BaseModel):
 
 class StepReport(Found):
     """One step. `losses` are the replays'. `compared` counts series, `different` those that some replay did not reproduce;
-    `ulp` is the largest distance among them from the record, in `worst`, `noise_ulp` the largest between the replays
-    (float32 ULP). `rng` says whether the random state before the step was restored and, where the record knows it, found
+    `ulp` is the largest distance among them from the record, in `worst`; `noise_ulp` and `noise_max_ulp` are the typical
+    (median of the series that differ) and the largest distance between the replays (float32 ULP). `rng` says whether the random state before the step was restored and, where the record knows it, found
     again after it."""
 
     step: int
@@ -35,6 +35,7 @@ class StepReport(Found):
     worst: str | None = None
     ulp: float = 0.0
     noise_ulp: float = 0.0
+    noise_max_ulp: float = 0.0
     rng: Literal["exact", "inexact", "differs after"] = "exact"
 
 
@@ -68,7 +69,8 @@ class EnvironmentDifference(Found):
 class ReplayReport(Found):
     """The verdict of a replay with its evidence.
 
-    `reason` is one sentence. `noise_ulp` is the largest distance between any two replays, None with nothing to compare.
+    `reason` is one sentence. `noise_ulp` is the noise floor: the typical distance between two replays at the noisiest step,
+    `noise_max_ulp` the largest of any series; None with nothing to compare.
     `missing` names what an incomplete replay lacks. `seconds` is the wall time.
     """
 
@@ -85,6 +87,7 @@ class ReplayReport(Found):
     missing: tuple[str, ...] = ()
     first_divergence: Divergence | None = None
     noise_ulp: float | None = None
+    noise_max_ulp: float | None = None
     steps: tuple[StepReport, ...] = ()
     seconds: float = 0.0
 
@@ -102,7 +105,8 @@ class ReplayReport(Found):
             if self.first_divergence.suspects:
                 lines += ["", f"Next in line: {', '.join(self.first_divergence.suspects)}."]
         if self.noise_ulp is not None:
-            lines += ["", f"{self.runs} replays; they differ from each other by at most {_ulp(self.noise_ulp)}."]
+            most = f", at most {_ulp(self.noise_max_ulp)}" if self.noise_max_ulp else ""
+            lines += ["", f"{self.runs} replays; they differ from each other typically by {_ulp(self.noise_ulp)}{most}."]
         if self.missing:
             lines += ["", "## What is missing", "", *(f"- {text}" for text in self.missing)]
         if self.steps:
