@@ -96,7 +96,9 @@ class Watch:
 
     def _plan(self, schema: Schema) -> _Plan:
         known = set(self.detector.series)
-        columns = [i for i, name in enumerate(schema.names) if tracked(name)]
+        # The norm before clipping says more; the clipped one counts only where it is alone.
+        silent = "grad/norm_clipped" if "grad/norm" in schema.names else ""
+        columns = [i for i, name in enumerate(schema.names) if tracked(name) and name != silent]
         new = [schema.names[i] for i in columns if schema.names[i] not in known]
         if new:
             self.detector.bind((*self.detector.series, *new))
@@ -120,11 +122,7 @@ class Watch:
         series = self.detector.series
         self._values: FloatArray = np.zeros(len(series))
         self._present = np.zeros(len(series), bool)
-        # The norm before clipping says more; the clipped one speaks only where it is alone.
-        silent = "grad/norm_clipped" if "grad/norm" in series else ""
-        self._is_head = np.array(
-            [(is_loss(name) or is_global_gradient(name)) and name != silent for name in series], bool
-        ).reshape(len(series))
+        self._is_head = np.array([is_loss(name) or is_global_gradient(name) for name in series], bool).reshape(len(series))
 
     def _amp_skip(self, row: Row, plan: _Plan) -> bool:
         """True when the scaler skipped this step: its gradients say nothing about the model."""

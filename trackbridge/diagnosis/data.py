@@ -1,69 +1,119 @@
-"""Causes in the data: a damaged batch, rare tokens, a batch seen twice."""
+"""Causes in the data: a damaged batch, rare tokens, wrong labels, a batch seen twice, other data from now on."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, number
-from trackbridge.records import MicroBatch
+from trackbridge.diagnosis.view import View, number, numbers
+
+_ODD = 6.0  # sigmas from which a token statistic, or an activation, is called unusual
+_SHAPE = ("entropy", "length", "unique")  # what damaged data changes; "min" and "max" only say that some token is new
+
+
+def unusual(view: View, among: Iterable[str]) -> list[str]:
+    """Token statistics of the onset's batch that stand out from the batches before, in words."""
+    found = []
+    for key in among:
+        z = view.odd(key) if key in view.token_keys else None
+        if z is not None and abs(z) > _ODD:
+            found.append(
+                f"token statistic {key!r} of the batch is {number(abs(z))} sigmas {'above' if z > 0 else 'below'} usual"
+            )
+    return found
+
+
+def new_tokens(view: View) -> list[int]:
+    """The rarest tokens of the onset's batch that lie outside the range of all tokens before."""
+    low, high = view.token_series("min")[0], view.token_series("max")[0]
+    if len(low) < 8 or not len(high):
+        return []
+    rare = {token for micro in view.batch() for token in _rarest(micro.tokens)}
+    return sorted(token for token in rare if not low.min() <= token <= high.max())
+
+
+def _rarest(tree: Any) -> Iterable[int]:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            if name == "rarest":
+                yield from (int(token) for token, _ in value)
+            else:
+                yield from _rarest(value)
+
+
+def known(view: View) -> bool:
+    """Token statistics exist for the onset's batch and enough batches before it."""
+    return any(view.odd(key) is not None for key in view.token_keys)
 
 
 def abrupt(view: View, case: Case) -> None:
-    """The shape every data fault has: nothing before the onset, everything at it, and it passes."""
+    """The shape every fault of one batch has: nothing before the onset, everything at it, and it passes."""
     a = view.anomaly
     if view.lead == 0:
         case.add(WEAK, "no series left its band before the onset")
-    else:
-        mover, step = a.first_mover or ("", view.onset)
-        case.against(SOLID, f"{mover} moved {view.onset - step} steps before the onset, a batch acts at once")
-    if a.recovered_after is not None and a.recovered_after <= 5:
+    elif a.first_mover:
+        case.against(SOLID, f"{a.first_mover[0]} moved {view.lead} steps before the onset; a batch acts at once")
+    if view.passed:
         case.add(WEAK, f"back in its band {a.recovered_after} steps after the onset")
-    rate = lr_change(view)
-    if rate is not None and not 0.67 < rate < 1.5:
-        case.against(SOLID, f"the learning rate changed by a factor of {number(rate)} at the onset")
-
-
-def lr_change(view: View) -> float | None:
-    """Learning rate at the onset over the step before; None when unknown."""
-    now, before = view.at("train/lr"), view.before("train/lr", 1)
-    return now / float(before[0]) if now is not None and len(before) and before[0] > 0 else None
+    elif a.kind in ("shift", "divergence"):
+        case.against(SOLID, "it lasts, and one batch would pass")
+    jump = view.lr_jump
+    if jump is not None and jump[0] > 1.5:
+        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")
 
 
 @rule("corrupt-batch", intervention="skip-batch")
 def corrupt_batch(view: View, case: Case) -> None:
-    odd = unusual_tokens(view)
-    bad = sum(int(_statistic(micro, "nonfinite") or 0) for micro in view.batch())
+    bad = int(sum(sum(numbers(micro.tokens, "nonfinite")) for micro in view.batch()))
     if bad:
         case.add(STRONG, f"the batch of step {view.onset} holds {bad} non-finite values")
-    for text in odd:
+    shape = unusual(view, _SHAPE)
+    for text in shape:
         case.add(SOLID, text)
-    if not odd and not bad and any(micro.tokens for micro in view.batch()):
-        case.against(SOLID, "the token statistics of the batch are like those of its neighbours")
+    for text in unusual(view, ("min", "max")):
+        case.add(WEAK, text)
+    if known(view) and not shape and not bad:
+        case.against(SOLID, "length, unique count and entropy of the batch's tokens are as usual")
     abrupt(view, case)
 
 
 @rule("rare-token", intervention="skip-batch")
 def rare_token(view: View, case: Case) -> None:
-    layers = view.ending("/grad_norm")
-    ratios = {name: view.peak_ratio(name, 0) or 0.0 for name in layers if name.startswith("layer/")}
-    if ratios:
-        worst = max(ratios, key=lambda name: ratios[name])
-        rest = [ratio for name, ratio in ratios.items() if name != worst]
-        typical = float(np.median(rest)) if rest else 1.0
-        if is_embedding(worst) and ratios[worst] > 3 * max(typical, 1.0):
-            case.add(SOLID, f"{worst} rose {number(ratios[worst])} times, the median layer {number(typical)} times")
-        elif not is_embedding(worst):
-            case.against(WEAK, f"the largest rise is in {worst}, not in the embedding")
-    z = odd_statistic(view, "rare_share")
-    if z is not None and z > 6:
-        case.add(SOLID, f"share of rare tokens in the batch: {number(z)} sigmas above its neighbours")
+    new = new_tokens(view)
+    if new:
+        case.add(SOLID, f"tokens {', '.join(map(str, new[:5]))} of the batch are outside the range of all batches before")
+    layers = {name: z for name in view.family("layer/", "/grad_norm") if (z := view.rise(name)) is not None}
+    if layers:
+        worst = max(layers, key=lambda name: layers[name])
+        if is_embedding(worst) and layers[worst] > 3:
+            case.add(SOLID, f"the largest rise of a gradient is in the embedding: {worst}, {number(layers[worst])} times")
+    shape = unusual(view, _SHAPE)
+    if new and not shape:
+        case.add(WEAK, "otherwise the batch's tokens are distributed as usual")
+    for text in shape:
+        case.against(SOLID, f"more than rare tokens: {text}")
     if case.supports:
         abrupt(view, case)
+
+
+@rule("label-fault", intervention="skip-batch")
+def label_fault(view: View, case: Case) -> None:
+    act = view.worst_activation
+    if act is None or view.anomaly.kind == "nonfinite" or not view.anomaly.series.startswith("train/loss"):
+        return
+    if act[1] < 5:
+        case.add(SOLID, f"activations are as usual (largest jump: {act[0]}, {number(act[1])} sigmas) while the loss is not: "
+                        "the targets changed, not the inputs")  # fmt: skip
+    else:
+        case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas: the inputs or the weights changed")
+    if known(view):
+        odd = unusual(view, (*_SHAPE, "min", "max"))
+        if not odd:
+            case.add(WEAK, "the batch's tokens are as usual")
+        for text in odd:
+            case.against(SOLID, text)
+    abrupt(view, case)
 
 
 @rule("repeated-batch", intervention="skip-batch")
@@ -74,69 +124,59 @@ def repeated_batch(view: View, case: Case) -> None:
         if context.step > view.anomaly.step:
             break
         for micro in context.micro:
-            if micro.fingerprint is None:
-                continue
-            earlier = seen.setdefault(micro.fingerprint, context.step)
-            if earlier != context.step:
+            earlier = seen.setdefault(micro.fingerprint, context.step) if micro.fingerprint else context.step
+            # An epoch later the same data comes round again: only a close repeat is a fault.
+            if 0 < context.step - earlier <= 50 and abs(context.step - view.onset) <= 30:
                 repeats.append((context.step, earlier))
-    near = [pair for pair in repeats if abs(pair[0] - view.onset) <= 20]
-    if near:
-        step, earlier = near[-1]
-        case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(near)} repeats near the onset")
+    if repeats:
+        step, earlier = repeats[-1]
+        case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby")
     elif seen:
-        case.against(SOLID, f"{len(seen)} batches around the onset, no fingerprint twice")
+        case.against(SOLID, f"{len(seen)} different batches before the anomaly, none twice")
+
+
+@rule("data-regime-change", intervention="rerun")
+def data_regime_change(view: View, case: Case) -> None:
+    a = view.anomaly
+    if a.kind != "shift" and (a.kind != "spike" or view.passed):
+        return
+    for key in _SHAPE:
+        before, _, after = view.token_series(key)
+        if len(before) >= 8 and len(after) >= 4:
+            z = (float(_median(after)) - float(_median(before))) / max(
+                1.4826 * _spread(before), 0.01 * abs(_median(before)), 1e-9
+            )
+            if abs(z) > 3:
+                case.add(
+                    SOLID, f"token statistic {key!r} has stayed {number(abs(z))} sigmas {'above' if z > 0 else 'below'} usual"
+                )
+    if a.kind == "shift":
+        case.add(WEAK, "the loss settled at a new level")
+    act = view.worst_activation
+    if act is not None:
+        if act[1] < 10:
+            case.add(WEAK, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas): the weights are as they were")
+        else:
+            case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas")
+    if view.lead == 0:
+        case.add(WEAK, "no series left its band before the onset")
+    else:
+        case.against(SOLID, f"something moved {view.lead} steps before the onset")
+    jump = view.lr_jump
+    if jump is not None and jump[0] > 1.5:
+        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")
+
+
+def _median(values: Any) -> float:
+    ordered = sorted(values)
+    return float(ordered[len(ordered) // 2])
+
+
+def _spread(values: Any) -> float:
+    middle = _median(values)
+    return _median([abs(value - middle) for value in values])
 
 
 def is_embedding(name: str) -> bool:
-    return any(part in name.lower() for part in ("embed", "wte", "tok_emb", "lm_head", "head.weight"))
-
-
-def _statistic(micro: MicroBatch, key: str) -> float | None:
-    """One number from the token statistics, found by name at any depth (one entry per tensor of the batch)."""
-    values = list(_numbers(micro.tokens, key))
-    return float(np.mean(values)) if values else None
-
-
-def _numbers(tree: Any, key: str) -> Iterable[float]:
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if name == key and isinstance(value, (int, float)) and math.isfinite(value):
-                yield float(value)
-            else:
-                yield from _numbers(value, key)
-
-
-def odd_statistic(view: View, key: str) -> float | None:
-    """Robust z of the worst micro-batch of the onset against the batches before it; None when unknown."""
-    before = [
-        value for context in view.contexts if context.step < view.onset
-        for micro in context.micro if (value := _statistic(micro, key)) is not None
-    ]  # fmt: skip
-    now = [value for micro in view.batch() if (value := _statistic(micro, key)) is not None]
-    if len(before) < 4 or not now:
-        return None
-    middle = float(np.median(before))
-    spread = max(1.4826 * float(np.median(np.abs(np.array(before) - middle))), 0.02 * abs(middle), 1e-9)
-    return max(((value - middle) / spread for value in now), key=abs)
-
-
-def unusual_tokens(view: View) -> list[str]:
-    """Token statistics of the onset's batch that stand out from the batches before, in words."""
-    keys = sorted({key for micro in view.batch() for key in _keys(micro.tokens)} - {"nonfinite"})
-    found = []
-    for key in keys:
-        z = odd_statistic(view, key)
-        if z is not None and abs(z) > 6:
-            found.append(
-                f"token statistic {key!r} of the batch is {number(abs(z))} sigmas {'above' if z > 0 else 'below'} usual"
-            )
-    return found[:3]
-
-
-def _keys(tree: Any) -> Iterable[str]:
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield name
-            else:
-                yield from _keys(value)
+    """By name: token embeddings as the common models call them."""
+    return any(part in name.lower() for part in ("embed", "wte", "tok_emb", "word_emb"))

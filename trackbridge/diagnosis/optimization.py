@@ -4,101 +4,112 @@ from __future__ import annotations
 
 import numpy as np
 
-from trackbridge.diagnosis.data import lr_change
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, number
 
 
 @rule("lr-discontinuity", intervention="lower-lr=0.5")
 def lr_discontinuity(view: View, case: Case) -> None:
-    steps, rates = view.series("train/lr")
-    if len(steps) < 2:
+    jump = view.lr_jump
+    if jump is None:
         return
-    ok = (rates[1:] > 0) & (rates[:-1] > 0)
-    jump = np.where(ok, rates[1:] / np.where(rates[:-1] > 0, rates[:-1], 1.0), 1.0)
-    near = (steps[1:] > view.onset - 50) & (steps[1:] <= view.anomaly.step)
-    if not near.any():
-        return
-    # In a warm-up the rate grows by the same amount each step: a jump must stand out from the growth around it.
-    usual = float(np.median(jump))
-    ratio = np.where(near, jump / usual, 1.0)
-    worst = int(np.argmax(np.abs(np.log(ratio))))
-    if ratio[worst] > 1.5:
-        late = view.onset - int(steps[worst + 1])
-        case.add(STRONG, f"train/lr rose {number(jump[worst])} times at step {steps[worst + 1]}, {late} steps before the onset")
-        moved = view.peak_ratio("optim/update_ratio")
-        if moved is not None and moved > 1.5:
-            case.add(WEAK, f"optim/update_ratio rose {number(moved)} times")
-    elif case.supports == []:
+    factor, step = jump
+    if factor <= 1.5:
         case.against(SOLID, "train/lr is smooth around the onset")
+        return
+    case.add(STRONG, f"train/lr rose {number(factor)} times at step {step}, {view.onset - step} steps before the onset")
+    moved = view.rise("optim/update_ratio", 10)
+    if moved is not None and moved > 1.5:
+        case.add(WEAK, f"optim/update_ratio rose {number(moved)} times")
 
 
 @rule("gradient-explosion", intervention="clip=1.0")
 def gradient_explosion(view: View, case: Case) -> None:
-    before = view.before("grad/norm", 40)
-    near = view.near("grad/norm", 3)
-    if len(before) < 8 or not len(near):
+    steps, values = view.series("grad/norm")
+    ok = np.isfinite(values) & (steps <= view.onset + 8)
+    values = values[ok]
+    before = view.before("grad/norm", 100)
+    if len(before) < 8 or not len(values):
         return
-    finite = near[np.isfinite(near)]
-    calm = float(np.median(before[: len(before) // 2]))
-    peak = float(finite.max()) if len(finite) else float("inf")
-    growth = float(np.median(before[-3:])) / calm if calm > 0 else 1.0
-    if growth > 1.5:
-        case.add(SOLID, f"grad/norm had grown {number(growth)} times in the steps before the onset")
-    if peak > 10 * calm:
-        case.add(WEAK, f"grad/norm reached {number(peak)}, {number(peak / calm)} times its median before")
-        clipped = view.near("grad/norm_clipped", 3)
-        if len(clipped) and np.nanmax(clipped) < 0.5 * peak:
-            case.against(SOLID, f"clipping held the applied norm at {number(float(np.nanmax(clipped)))}")
-        else:
-            case.add(WEAK, "the record shows no clipping")
-    if case.supports and view.anomaly.recovered_after is None and view.anomaly.kind in ("divergence", "nonfinite", "spike"):
-        case.add(WEAK, "did not recover")
-    change = lr_change(view)
-    if case.supports and change is not None and change > 1.5:
-        case.against(SOLID, f"train/lr rose {number(change)} times at the onset, before the gradient did")
+    calm = float(np.median(before))
+    peak = int(np.argmax(values))
+    climb = peak
+    while climb > 0 and values[climb - 1] < values[climb]:
+        climb -= 1
+    length, factor = peak - climb, float(values[peak] / max(values[climb], 1e-30))
+    if length >= 3 and factor > 5:
+        case.add(SOLID, f"grad/norm rose {number(factor)} times over {length} steps without a pause")
+    if values[peak] > 10 * calm:
+        case.add(WEAK, f"grad/norm reached {number(values[peak])}, {number(values[peak] / calm)} times its median before")
+    elif case.supports == []:
+        return
+    clipped = view.near("grad/norm_clipped", 8)
+    clipped = clipped[np.isfinite(clipped)]
+    if len(clipped) and clipped.max() < 0.5 * values[peak]:
+        case.against(WEAK, f"clipping held the applied norm at {number(float(clipped.max()))}")
+    else:
+        case.add(WEAK, "the record shows no clipping")
+    if view.anomaly.recovered_after is None:
+        case.add(WEAK, "it did not recover")
+    else:
+        case.against(SOLID, f"it recovered by itself after {view.anomaly.recovered_after} steps")
+    jump = view.lr_jump
+    if jump is not None and jump[0] > 1.5:
+        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}, before the gradient did")
 
 
 @rule("optimizer-state-lost", intervention="reset-momentum")
 def optimizer_state_lost(view: View, case: Case) -> None:
     for name in ("optim/exp_avg_norm", "optim/exp_avg_sq_norm"):
         steps, values = view.series(name)
-        near = np.flatnonzero((steps >= view.onset - 20) & (steps <= view.anomaly.step))
+        near = np.flatnonzero((steps >= view.onset - 30) & (steps <= view.anomaly.step + 10))
         near = near[near > 0]
         if not len(near):
             continue
         ratio = values[near] / np.maximum(values[near - 1], 1e-30)
         low = int(np.argmin(ratio))
-        if ratio[low] < 0.5:
-            at = int(steps[near[low]])
-            case.add(SOLID, f"{name} fell to {number(ratio[low])} of its value at step {at}")
+        limit = 0.3 if name.endswith("sq_norm") else 0.5
+        if ratio[low] < limit:
+            case.add(SOLID, f"{name} fell to {number(float(ratio[low]))} of its value by step {int(steps[near[low]])}")
         else:
             case.against(WEAK, f"{name} is continuous across the onset")
-    if case.supports or "after_resume" in view.anomaly.notes:
-        if "after_resume" in view.anomaly.notes:
-            case.add(SOLID, "the run was resumed shortly before")
-        elif view.anomaly.attempt == 0:
-            case.against(WEAK, "the run was never resumed")
+    if "after_resume" in view.anomaly.notes:
+        case.add(SOLID, "the run was resumed shortly before")
+    elif case.supports and view.anomaly.attempt == 0:
+        case.against(WEAK, "the run was not resumed")
 
 
 @rule("stale-second-moment", intervention="reset-momentum")
 def stale_second_moment(view: View, case: Case) -> None:
-    worst, lag = "", 1.0
-    for name in view.ending("/exp_avg_sq_norm"):
+    """One layer's second moment is too small for its gradient, though the gradient is as it was."""
+    found: list[tuple[float, str, float]] = []
+    falls: list[float] = []
+    for name in view.family("layer/", "/exp_avg_sq_norm"):
         layer = name.removesuffix("/exp_avg_sq_norm")
-        gradient, moment = view.near(f"{layer}/grad_norm", 0), view.before(name, 1)
-        base_g, base_v = view.before(f"{layer}/grad_norm"), view.before(name)
-        if not len(gradient) or not len(moment) or len(base_g) < 8 or moment[0] <= 0:
+        base, near = view.before(name), view.near(name, 10)
+        gradient = view.rise(f"{layer}/grad_norm")
+        if len(base) < 2 or not len(near) or base[-1] <= 0 or gradient is None:
             continue
-        usual = np.median(base_g) ** 2 / max(float(np.median(base_v)), 1e-30)
-        ratio = float(gradient[0] ** 2 / moment[0] / max(usual, 1e-30))
-        if ratio > lag:
-            worst, lag = layer, ratio
-    if lag > 30:
-        fell = view.before(f"{worst}/exp_avg_sq_norm")
-        case.add(WEAK, f"{worst}: squared gradient over second moment is {number(lag)} times its usual value")
-        if len(fell) >= 4 and fell[-1] < 0.3 * fell[0]:
-            case.add(SOLID, f"{worst}: the second moment had decayed to {number(fell[-1] / fell[0])} of its value")
-        moved = view.peak_ratio(f"{worst}/update_ratio")
-        if moved is not None and moved > 3:
-            case.add(SOLID, f"{worst}: update_ratio rose {number(moved)} times")
+        fall = float(min(near[0], base[-1]) / np.median(base))
+        falls.append(fall)
+        if fall < 0.2 and gradient < 5:
+            found.append((fall, layer, gradient))
+    if not found or float(np.median(falls)) < 0.5:  # all layers at once is a lost state, not a stale one
+        return
+    fall, layer, gradient = min(found)
+    case.add(
+        STRONG,
+        f"{layer}: the second moment is {number(fall)} of its usual value, the gradient {number(gradient)} times its own",
+    )
+    moved = view.rise(f"{layer}/update_ratio", 10)
+    if moved is not None and moved > 3:
+        case.add(SOLID, f"{layer}: update_ratio rose {number(moved)} times")
+
+
+@rule("config-change", intervention="rerun")
+def config_change(view: View, case: Case) -> None:
+    changed = [note for note in view.anomaly.notes if note.startswith("changed: ")]
+    for note in changed:
+        case.add(SOLID, f"since the attempt before, {note.removeprefix('changed: ')} changed")
+    if changed and "after_resume" in view.anomaly.notes:
+        case.add(WEAK, "the run was resumed shortly before")
