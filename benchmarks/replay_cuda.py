@@ -1,4 +1,5 @@
-"""Replays on a CUDA device, each in a process of its own: with and without deterministic algorithms, with atomics, with a flipped bit.
+"""Replays on a CUDA device, each in a process of its own: with deterministic algorithms and without, with atomics, with a
+flipped bit.
 
 Run: ``python benchmarks/replay_cuda.py``. Two minutes on an H100; prints the verdict of each case. What was seen is in
 docs/replay.md.
