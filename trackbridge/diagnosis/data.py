@@ -50,9 +50,9 @@ def known(view: View) -> bool:
 def abrupt(view: View, case: Case) -> None:
     """The shape every fault of one batch has: nothing before the onset, everything at it, and it passes."""
     a = view.anomaly
-    if view.lead == 0:
+    if a.first_mover is not None and view.lead == 0:
         case.add(WEAK, "no series left its band before the onset")
-    elif a.first_mover:
+    elif a.first_mover is not None:
         case.against(SOLID, f"{a.first_mover[0]} moved {view.lead} steps before the onset; a batch acts at once")
     if view.passed:
         case.add(WEAK, f"back in its band {a.recovered_after} steps after the onset")
@@ -113,11 +113,24 @@ def label_fault(view: View, case: Case) -> None:
             case.add(WEAK, "the batch's tokens are as usual")
         for text in odd:
             case.against(SOLID, text)
+    if fingerprints(view)[1]:
+        case.against(SOLID, "batches near the onset were used twice")
     abrupt(view, case)
 
 
 @rule("repeated-batch", intervention="skip-batch")
 def repeated_batch(view: View, case: Case) -> None:
+    seen, repeats = fingerprints(view)
+    if repeats:
+        step, earlier = repeats[-1]
+        case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby")
+    elif seen:
+        case.against(SOLID, f"{seen} different batches before the anomaly, none twice")
+
+
+def fingerprints(view: View) -> tuple[int, list[tuple[int, int]]]:
+    """How many different batches were seen up to the anomaly, and (step, earlier step) of close repeats near the onset. An
+    epoch later the same data comes round again: only a close repeat is a fault."""
     seen: dict[str, int] = {}
     repeats: list[tuple[int, int]] = []
     for context in view.contexts:
@@ -125,14 +138,9 @@ def repeated_batch(view: View, case: Case) -> None:
             break
         for micro in context.micro:
             earlier = seen.setdefault(micro.fingerprint, context.step) if micro.fingerprint else context.step
-            # An epoch later the same data comes round again: only a close repeat is a fault.
             if 0 < context.step - earlier <= 50 and abs(context.step - view.onset) <= 30:
                 repeats.append((context.step, earlier))
-    if repeats:
-        step, earlier = repeats[-1]
-        case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby")
-    elif seen:
-        case.against(SOLID, f"{len(seen)} different batches before the anomaly, none twice")
+    return len(seen), repeats
 
 
 @rule("data-regime-change", intervention="rerun")
@@ -158,9 +166,9 @@ def data_regime_change(view: View, case: Case) -> None:
             case.add(WEAK, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas): the weights are as they were")
         else:
             case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas")
-    if view.lead == 0:
+    if a.first_mover is not None and view.lead == 0:
         case.add(WEAK, "no series left its band before the onset")
-    else:
+    elif view.lead:
         case.against(SOLID, f"something moved {view.lead} steps before the onset")
     jump = view.lr_jump
     if jump is not None and jump[0] > 1.5:
