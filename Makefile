@@ -20,7 +20,7 @@ demo: $(VENV)/.all
 	$(BIN)/trackbridge demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
