@@ -183,3 +183,26 @@ def test_nothing_inside_a_compiled_model_when_it_is_asked_for() -> None:
     lab = Lab(run, sgd(model), inside_compiled=False)
     run(batch()).sum().backward()
     assert not acts(lab.close(), "mean")
+
+
+def test_a_compiled_optimizer_step() -> None:
+    def breaks(watch: bool) -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters())
+        lab = Lab(model, optimizer) if watch else None
+
+        @torch.compile(backend="aot_eager")
+        def step() -> None:
+            optimizer.step()
+
+        for number in range(3):
+            model(batch(number)).sum().backward()
+            step()
+            if lab:
+                found = lab.close()
+                assert found["grad/norm"] > 0 and found["optim/applied"] == number + 1
+        return sum(counters["graph_break"].values())
+
+    assert breaks(True) <= breaks(False) + 2

@@ -338,3 +338,25 @@ def test_complex_and_empty_parameters_are_left_out() -> None:
     (model["c"].abs().sum() + model["r"].sum() + model["e"].sum()).backward()
     optimizer.step()
     assert layer(lab.close()).keys() == {"r"}
+
+
+def test_names_that_differ_only_in_a_wrappers_part_stay_apart() -> None:
+    inner = nn.ParameterDict({"w": nn.Parameter(torch.ones(2))})
+    model = nn.Module()
+    model.w = nn.Parameter(torch.full((2,), 2.0))
+    model.module = inner
+    lab = Lab(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.0))
+    (model.w.sum() + 3 * inner["w"].sum()).backward()
+    optimizer.step()
+    assert layer(lab.close()) == pytest.approx({"w": math.sqrt(2), "w_": 3 * math.sqrt(2)})
+
+
+def test_five_hundred_optimizers_in_backward_are_five_hundred_updates() -> None:
+    model = nn.ParameterList(torch.ones(3) for _ in range(500))
+    optimizers = {str(n): torch.optim.SGD([p], lr=0.1) for n, p in enumerate(model)}
+    lab = Lab(model, optimizers, weights_every=0)
+    torch.stack(list(model)).sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    found = lab.close()
+    assert len(layer(found)) == 500 and found["optim/applied"] == 500

@@ -128,6 +128,8 @@ class SiteHook(Inert):
         self.gate = gate
         self.inside_compiled = inside_compiled
         self.pending = 0
+        on_cpu = slab.device.type == "cpu"
+        self.row = slab[offset : offset + moments.WIDTH].numpy() if on_cpu else None
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         kernels = reduce.kernels_for(slab.new_empty(1, dtype=torch.float32))
         if kernels is not None:
@@ -162,7 +164,10 @@ class SiteHook(Inert):
             tensor = first_tensor(output)
             if tensor is not None and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 with torch.no_grad():
-                    observe(tensor.detach(), self.slab, self.offset, self.gate)
+                    if self.row is not None and tensor.device.type == "cpu":
+                        moments.add_on_cpu(tensor, self.row)
+                    else:
+                        observe(tensor.detach(), self.slab, self.offset, self.gate)
 
 
 def _install(module: nn.Module, hook: SiteHook) -> Any:

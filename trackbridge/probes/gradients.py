@@ -1,9 +1,7 @@
 """Gradient statistics of every parameter, of the gradient that the optimizer used: accumulated, unscaled, clipped.
 
 Measured just before `optimizer.step` runs. A parameter without a gradient has no value. Non-finite elements are counted
-before clipping where `clip_grad_norm_` is ours: afterwards one NaN has spread over every tensor. On the CPU that takes a look
-at the total; elsewhere a look would be a sync, so the one pass over the gradients is made before clipping, and the host
-multiplies by the clipping coefficient what that pass found.
+before clipping where `clip_grad_norm_` is ours: afterwards one NaN has spread over every tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class GradientProbe:
         self._every = config.gradients_every
         self._gate = gate
         self._part = part
-        self._early = subject.device.type != "cpu"
         size = len(subject.parameters)
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
@@ -47,12 +44,10 @@ class GradientProbe:
             Field("grad_nonfinite", size, over_ranks="count"),
             Field("clip_norm", len(self._keys) + 1, over_ranks="clip"),  # of each model; the last of all models together
             Field("clip_copies", len(self._keys) + 1, "host"),
-            Field("clip_seen", len(self._keys) + 1, "host"),  # 1: of order 2, and so the gradient's L2 norm; -1: of another
-            Field("clip_max", len(self._keys) + 1, "host"),
+            Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
             Field("grad_held", size, "host"),  # likewise; what a total must cover
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
-            Field("grad_clip", size, "host"),  # 1 + the place of the clipping that the norm was measured before
         )
         self.series: tuple[str, ...] = (
             *TOTALS,
@@ -62,8 +57,7 @@ class GradientProbe:
     def attach(self, slab: Slab) -> None:
         self._norm, self._peak, self._nonfinite = (Rows(slab, name) for name in STATISTICS)
         self._clip_norm = slab.device_view("clip_norm")
-        self._clip_seen, self._clip_max = slab.host_view("clip_seen"), slab.host_view("clip_max")
-        self._clip_copies, self._clip_of = slab.host_view("clip_copies"), slab.host_view("grad_clip")
+        self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
         self._seen = slab.host_view("grad_seen")
         self._held, self._counted = slab.host_view("grad_held"), slab.host_view("grad_counted")
 
@@ -98,32 +92,27 @@ class GradientProbe:
             raise
         if self._part.alive and not self._gate.paused:
             with self._part:
-                self._note(
-                    total, norm_type, max_norm, parameters, len(self._keys) if model is None else self._keys.index(model)
-                )
+                self._note(total, norm_type, parameters, len(self._keys) if model is None else self._keys.index(model))
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
         return total
 
     @torch.no_grad()
-    def _note(self, total: Tensor, norm_type: float, max_norm: float, parameters: Sequence[Tensor], place: int) -> None:
+    def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor], place: int) -> None:
         shard = getattr(total, "_local_tensor", total)
-        self._clip_norm[place].copy_(shard, non_blocking=True)
-        self._clip_seen[place] = 1.0 if norm_type == 2.0 else -1.0
-        self._clip_max[place] = max_norm
-        self._clip_copies[place] = copies_of(total) or world_size()
-        if not self._early:
-            if not math.isfinite(shard.item()):
-                self._count(parameters)
-        elif self._gate.due(self._every):
-            for rows, gradients in self._gradients(parameters):
-                self._write(rows, reduce.summary(gradients))
-                self._counted[rows] = 1.0
-                self._clip_of[rows] = 1.0 + place
+        if norm_type == 2.0:
+            self._clip_norm[place].copy_(shard, non_blocking=True)
+            self._clip_seen[place] = 1.0
+            self._clip_copies[place] = copies_of(total) or world_size()
+        if shard.device.type != "cpu":  # to look at the total would be a sync: the device decides
+            self._count(parameters, shard)
+        elif not math.isfinite(shard.item()):
+            self._count(parameters)
 
     @torch.no_grad()
-    def _count(self, parameters: Sequence[Tensor]) -> None:
+    def _count(self, parameters: Sequence[Tensor], total: Tensor | None = None) -> None:
+        """Count non-finite elements, none where `total` is finite."""
         for rows, gradients in self._gradients(parameters):
-            self._nonfinite.write(rows, reduce.nonfinites(gradients))
+            self._nonfinite.write(rows, reduce.nonfinites(gradients, total))
             self._counted[rows] = 1.0
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
@@ -134,22 +123,14 @@ class GradientProbe:
     def _update(self, optimizer: Any) -> None:
         if not self._gate.due(self._every):
             return
-        place = 1.0 + list(self._subject.optimizers.values()).index(optimizer)
+        place = 1.0 + self._subject.place(optimizer)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        fresh = []
-        for row, parameter in self._subject.members(optimizer):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if self._clip_of[row]:
-                self._seen[row] = self._held[row] = place
-            else:
-                fresh.append((row, gradient))
-        for rows, gradients in alike(fresh):
+        members = ((row, parameter.grad) for row, parameter in self._subject.members(optimizer))
+        for rows, gradients in alike((row, grad) for row, grad in members if grad is not None):
             self._write(rows, reduce.summary(gradients), scale)
             self._seen[rows] = self._held[rows] = place
 
-    def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None = None) -> None:
+    def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
         norm, peak, bad = summary
         if scale is not None:
             norm, peak = norm / scale, peak / scale
@@ -170,20 +151,12 @@ class GradientProbe:
         seen = (used > 0) & ~overflow[used]
         counted = (used > 0) | (stats["grad_counted"] > 0)
         dropped = bool(overflow.any() or stats["scale_fell"][0] > 0)
-        factor = self._clip_factor(stats)
-        norm, peak, bad = stats["grad_norm"] * factor, stats["grad_max"] * factor, stats["grad_nonfinite"]
+        norm, peak, bad = (stats[name] for name in STATISTICS)
         whole = not ((stats["grad_held"] > 0) & (used == 0)).any()
         some = bool(seen.any()) and whole
         totals = (self._before_clipping(stats, norm, seen), root_sum(norm, seen), float(bad[counted].sum()))
         known = (some or ((stats["clip_seen"] > 0).any() and not dropped), some, counted.any() and whole)
         return np.concatenate((totals, norm, peak, bad)), np.concatenate((np.array(known, bool), seen, seen, counted))
-
-    def _clip_factor(self, stats: Stats) -> FloatArray:
-        """What clipping multiplied each gradient by since it was measured, with torch's formula."""
-        with np.errstate(invalid="ignore"):
-            coefficients = np.minimum(stats["clip_max"] / (stats["clip_norm"] + 1e-6), 1.0)
-        factors: FloatArray = np.concatenate(([1.0], coefficients))[stats["grad_clip"].astype(np.intp)]
-        return factors
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""

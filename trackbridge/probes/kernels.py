@@ -164,10 +164,13 @@ def _combine(row, scratch, programs, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _summarise(
-    pointers, others, sizes, owners, chunks, firsts, counts, partials, counters, result,
-    tensors, programs, DTYPE: tl.constexpr, OLD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    pointers, others, sizes, owners, chunks, firsts, counts, partials, counters, result, total,
+    tensors, programs, GATED: tl.constexpr, DTYPE: tl.constexpr, OLD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if GATED:  # noqa: SIM102 - the one is known when compiling, the other is not
+        if tl.abs(tl.load(total)) < float("inf"):
+            return
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     begin = tl.load(chunks + program).to(tl.int64) * CHUNK
@@ -346,22 +349,27 @@ def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> Tensor:
+def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, unless_finite: Tensor | None = None) -> Tensor:
     """One pass over `tensors`, of one device and one dtype of `DTYPES`, none empty. Float64, without a sync.
 
     Shape (3, k): norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements. With `old`,
-    tensors of the same shapes, (2, k): norms, norms of the differences.
+    tensors of the same shapes, (2, k): norms, norms of the differences. Where `unless_finite`, one element on the device, is
+    finite, nothing is read and all is 0.
     """
     dense = [t if torch.ops.aten.is_non_overlapping_and_dense(t) else t.contiguous() for t in tensors]
     device = dense[0].device
     table = _table(tuple(t.numel() for t in dense), device)
     data = tuple(t.data_ptr() for t in dense)
     others = tuple(t.data_ptr() for t in old) if old is not None else data
-    result = torch.empty((3 if old is None else 2, table.tensors), dtype=torch.float64, device=device)
+    gated = unless_finite is not None
+    result = (torch.zeros if gated else torch.empty)(
+        (3 if old is None else 2, table.tensors), dtype=torch.float64, device=device
+    )
     with _on(device):
         _summarise[(table.programs,)](
             _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, table.firsts,
-            table.counts, table.partials, table.counters, result, table.tensors, table.programs, DTYPE=DTYPES[dense[0].dtype],
+            table.counts, table.partials, table.counters, result, 
+            unless_finite if gated else result, table.tensors, table.programs, GATED=gated, DTYPE=DTYPES[dense[0].dtype],
             OLD=old is not None, ALIGNED=all(pointer % 16 == 0 for pointer in (*data, *others)), CHUNK=CHUNK, BLOCK=BLOCK,
             num_warps=WARPS,
         )  # fmt: skip

@@ -4,12 +4,13 @@ A row of `WIDTH` numbers holds what is known of a site in a step: the count n of
 M4 of powers of their deviations from the mean, the largest absolute value, the count of non-finite elements, and how often
 the module ran. Central moments of parts are combined pairwise (Chan, Golub, LeVeque, "Updating formulae and a pairwise
 algorithm for computing sample variances", 1979; third and fourth order: Pebay, SAND2008-6212), so that the size of the mean
-does not matter. Chunks are summed in float32 and combined in float64.
+does not matter. Sums over a chunk are in float32, sums of chunks in float64.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from trackbridge.records import FloatArray
 
 N, MEAN, M2, M3, M4, MAX, NONFINITE, FIRES = range(8)
 WIDTH = 8
-CHUNK = 1 << 18  # elements: one pass and its temporaries stay in the cache
+CHUNK = 1 << 18  # elements: a chunk and its temporaries stay in the cache
 STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nonfinite")
 
 
@@ -51,36 +52,47 @@ def add_on_cpu(y: Tensor, row: FloatArray) -> None:
     flat = y.reshape(-1)
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
-    have = tuple(row[:MAX].tolist())
-    largest = float(row[MAX])
-    for chunk in torch.split(flat, CHUNK):
-        part, low, high = _central(chunk)
-        if not all(map(math.isfinite, part)):
-            bad = chunk.numel() - int(torch.isfinite(chunk).sum())
-            if bad:
-                row[NONFINITE] += bad
-                continue
-            part, low, high = _central(chunk.double())
-        have = merge(have, part)
-        largest = max(largest, high, -low)
-    row[:MAX] = have
-    row[MAX] = largest
     row[FIRES] += 1
+    part, largest = _central(flat)
+    if not all(map(math.isfinite, part)):
+        bad = flat.numel() - int(torch.isfinite(flat).sum())
+        row[NONFINITE] += bad
+        if bad:
+            return
+    if flat.dtype == torch.float32 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
+        part, largest = _central(flat.double())
+    row[:MAX] = merge(row[:MAX].tolist(), part)
+    row[MAX] = max(float(row[MAX]), largest)
 
 
-def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float, float]:
-    """(n, mean, M2, M3, M4), minimum and maximum of a contiguous float tensor, in its own precision."""
+def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float]:
+    """(n, mean, M2, M3, M4) and the largest absolute value of a contiguous float tensor. Powers are taken and summed chunk by
+    chunk in the tensor's precision, in memory that stays: fresh pages for large temporaries cost more than the arithmetic."""
     low, high = torch.aminmax(x)
     mean = x.mean()
-    d = x - mean
-    d2 = d * d
-    found = torch.stack((mean, torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2), low, high))
-    middle, m2, m3, m4, least, most = found.tolist()
+    deviations, squares = _workspace(x.dtype)
+    sums: list[Tensor] = []
+    for chunk in torch.split(x, CHUNK):
+        d = torch.sub(chunk, mean, out=deviations[: len(chunk)])
+        d2 = torch.mul(d, d, out=squares[: len(chunk)])
+        sums += (torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2))
+    least, most, middle, *powers = torch.stack((low, high, mean, *sums)).tolist()
+    largest = max(most, -least)
     if least == most:
-        return (x.numel(), least, 0.0, 0.0, 0.0), least, most
-    if x.dtype == torch.float32 and m4 < 1e-30:  # squares of squares got lost
-        return _central(x.double())
-    return (x.numel(), middle, m2, m3, m4), least, most
+        return (x.numel(), least, 0.0, 0.0, 0.0), largest
+    m2, m3, m4 = (sum(powers[k::3]) for k in range(3))
+    return (x.numel(), middle, m2, m3, m4), largest
+
+
+_local = threading.local()
+
+
+def _workspace(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two buffers of CHUNK elements, this thread's own."""
+    held: dict[torch.dtype, tuple[Tensor, Tensor]] = _local.__dict__.setdefault("buffers", {})
+    if dtype not in held:
+        held[dtype] = torch.empty(CHUNK, dtype=dtype), torch.empty(CHUNK, dtype=dtype)
+    return held[dtype]
 
 
 def add_on_device(y: Tensor, row: Tensor) -> None:

@@ -21,6 +21,7 @@ from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
+ANY = -1  # a backward pass goes through all models at once
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
@@ -47,7 +48,9 @@ class PhaseProbe:
             ]
 
     def start(self, phase: int, number: int) -> None:
-        self._started[phase, number] = self._now()
+        """Begin an interval; where it has begun, and two outputs share one backward pass, the first begin counts."""
+        if phase != BACKWARD or (phase, number) not in self._started:
+            self._started[phase, number] = self._now()
 
     def stop(self, phase: int, number: int) -> None:
         begun = self._started.pop((phase, number), None)
@@ -70,7 +73,7 @@ class PhaseProbe:
         self.stop(FORWARD, number)
         tensor = first_tensor(output)
         if tensor is not None and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(_Backward(self, number))
+            tensor.grad_fn.register_prehook(_Backward(self))
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         if not self._gate.paused:
@@ -90,7 +93,7 @@ class PhaseProbe:
     def read(self, intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]], seconds: FloatArray) -> None:
         """Add the device's time between events that are over to `seconds`. On the scribe's thread."""
         for phase, begun, ended in intervals:
-            if not ended.query():  # the slot's own event came later on the same stream, so this is the exception
+            if not ended.query():  # type: ignore[no-untyped-call]  # the slot's own event came later on the same stream, so this is the exception
                 ended.synchronize()
             seconds[phase] += begun.elapsed_time(ended) / 1e3
             self._events.extend((begun, ended))
@@ -149,17 +152,16 @@ class _Leave(_Hook):
 class _Backward:
     """On the node that made the model's output: called when that gradient is there."""
 
-    def __init__(self, probe: PhaseProbe, number: int) -> None:
+    def __init__(self, probe: PhaseProbe) -> None:
         self._probe = probe
-        self._number = number
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         probe = self._probe
         if probe._gate.paused or not probe._part.alive:
             return
         with probe._part:
-            probe.start(BACKWARD, self._number)
+            probe.start(BACKWARD, ANY)
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _ended(self) -> None:
-        self._probe.stop(BACKWARD, self._number)
+        self._probe.stop(BACKWARD, ANY)

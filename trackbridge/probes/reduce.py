@@ -94,8 +94,12 @@ def peaks(tensors: Sequence[Tensor]) -> Tensor:
     return _widest(torch.maximum(highs, lows.neg()))
 
 
-def nonfinites(tensors: Sequence[Tensor]) -> Tensor:
-    """How many elements are NaN or infinite."""
+def nonfinites(tensors: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
+    """How many elements are NaN or infinite. Where `total`, one element on their device, is finite, none is: a kernel does
+    not read them then."""
+    kernels = kernels_for(tensors[0]) if total is not None and total.device == tensors[0].device else None
+    if kernels is not None:
+        return kernels.summarise(tensors, unless_finite=total)[2]  # type: ignore[no-any-return]
     counts = torch.stack([torch.isfinite(tensor).sum() for tensor in tensors])
     sizes = torch.tensor([tensor.numel() for tensor in tensors])
     return _widest(sizes.to(counts.device, non_blocking=True) - counts)

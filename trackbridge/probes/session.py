@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import Part
@@ -89,16 +90,18 @@ class Session:
             self._series = (*self._fixed, *scalars)
         return self._series
 
-    def attach(self, before: Session | None) -> None:
-        """Install every hook; counts go on from the session `before`."""
+    def attach(self, earlier: Session | None) -> None:
+        """Install every hook; counts go on from an `earlier` session."""
         for probe, _ in self._probes:
             probe.attach(self.slab)
-        if before is not None:
-            self.updates.go_on_from(before.slab)
+        if earlier is not None:
+            self.updates.go_on_from(earlier.slab)
+        # never traced: a compiled `optimizer.step` breaks its graph around hooks anyway
+        before, after = torch.compiler.disable(self._before_update), torch.compiler.disable(self._after_update)  # type: ignore[no-untyped-call]
         for optimizer in self.subject.optimizers.values():
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_update),
-                optimizer.register_step_post_hook(self._after_update),
+                optimizer.register_step_pre_hook(before),
+                optimizer.register_step_post_hook(after),
             ]
 
     def detach(self) -> None:

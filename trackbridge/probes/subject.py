@@ -34,6 +34,8 @@ class Subject:
         self.names: list[str] = []
         self.owners: list[str] = []
         self._rows: dict[int, int] = {}
+        self._taken: set[str] = set()
+        self._places = {id(optimizer): place for place, optimizer in enumerate(self.optimizers.values())}
         self._strangers = 0
         for key, model in self.models.items():
             for name, parameter in model.named_parameters():
@@ -71,11 +73,18 @@ class Subject:
                 else:
                     self._stranger()
 
+    def place(self, optimizer: Optimizer) -> int:
+        """The number of an optimizer among those watched."""
+        return self._places[id(optimizer)]
+
     def row(self, parameter: Tensor) -> int | None:
         return self._rows.get(id(parameter))
 
     def _add(self, name: str, owner: str, parameter: Tensor) -> None:
         if id(parameter) not in self._rows:
+            while name in self._taken:  # two names that differ in a wrapper's part only, or in a character no series may have
+                name += "_"
+            self._taken.add(name)
             self._rows[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
             self.names.append(name)

@@ -62,14 +62,14 @@ class UpdateCountProbe:
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         found = getattr(optimizer, "found_inf", None)
         if found is not None:
-            place = list(self._subject.optimizers.values()).index(optimizer)
+            place = self._subject.place(optimizer)
             with torch.no_grad():
                 self._found_inf[place].copy_(found.reshape(()), non_blocking=True)
                 self._overflows.add_(self._found_inf[place] > 0)
 
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
         self._calls += 1
-        self._stepped[list(self._subject.optimizers.values()).index(optimizer)] = 1.0
+        self._stepped[self._subject.place(optimizer)] = 1.0
 
     @torch.no_grad()
     def measure(self) -> None:
