@@ -25,7 +25,9 @@ def trainer(tmp_path: Path) -> subprocess.Popen[str]:
     }
     command = [sys.executable, "-m", "trackbridge.demo.train", "--quick", "--steps", "2000"]
     command += ["--backend", "mlflow,tensorboard,wandb", "--dir", str(tmp_path / "runs")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=tmp_path)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=tmp_path
+    )
 
 
 def shippers(run: Path) -> list[psutil.Process]:
@@ -59,7 +61,8 @@ def everything_arrived(tmp_path: Path, run: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (held,) = client.search_runs([e.experiment_id for e in client.search_experiments()], f"tags.`trackbridge.run_id` = '{run.name}'")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (held,) = client.search_runs(experiments, f"tags.`trackbridge.run_id` = '{run.name}'")
     assert held.info.status == "KILLED"
     history = {m.step: m.value for m in client.get_metric_history(held.info.run_id, "train/loss")}
     assert history == dict(zip(steps.tolist(), losses.tolist(), strict=True))

@@ -17,7 +17,17 @@ SECRETS = [
     "https://hooks.slack.com/services/T000/B000/XXXX",
     "ghp_0123456789abcdefghijABCDEFGHIJ012345",
 ]
-HIDDEN = ["hunter22", "me:pw", "abcdef123456", "0123456789abcdef01234567", "correct-horse", "abcdefghij1234567890", "abc123def456ghi789", "XXXX", "ghp_0123"]  # fmt: skip
+HIDDEN = [
+    "hunter22",
+    "me:pw",
+    "abcdef123456",
+    "0123456789abcdef01234567",
+    "correct-horse",
+    "abcdefghij1234567890",
+    "abc123def456ghi789",
+    "XXXX",
+    "ghp_0123",
+]
 
 INNOCENT = [
     "num_tokens: 5000000",

@@ -182,11 +182,11 @@ def _ema(values: pd.Series[Any]) -> tuple[float, int]:
 
 def _peak(after: pd.DataFrame, series: str) -> tuple[float, int | None]:
     """The largest value from the onset on; a non-finite one outranks all."""
-    values = after[series].dropna() if after[series].map(math.isfinite).any() else after[series]
-    if values.empty:
+    column = after[["step", series]].dropna() if after[series].map(math.isfinite).any() else after[["step", series]]
+    if column.empty:
         return math.nan, None
-    at = values.idxmax() if values.notna().any() else values.index[0]
-    return float(values.loc[at]), int(after.loc[at, "step"])
+    at = int(column[series].argmax()) if column[series].notna().any() else 0
+    return float(column[series].iloc[at]), int(column["step"].iloc[at])
 
 
 def _number(value: float) -> str:
