@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,21 +267,56 @@ def test_two_runs_at_least(capsule: SpikeCapsule) -> None:
 # -- damage
 
 
-def test_a_damaged_random_state_is_named(capsule: SpikeCapsule, tmp_path: Path) -> None:
-    """With a digest that fits, so that only the restoring can see it."""
+def with_states(capsule: SpikeCapsule, path: Path, change: Callable[[dict[str, Any]], None]) -> SpikeCapsule:
+    """A copy with other random states, and digests that fit, so that only the restoring can see it."""
+    from safetensors import safe_open
     from safetensors.numpy import load_file, save_file
 
-    copy = copied(capsule, tmp_path, local=True)
-    path = copy / "rank-0000" / "rng.safetensors"
-    arrays = load_file(path)
-    arrays["step/51/numpy"] = arrays["step/51/numpy"][:-1]
-    save_file(arrays, path)
-    entry = {"sha256": untrusted.digest(path), "bytes": path.stat().st_size}
+    copy = copied(capsule, path, local=True)
+    file = copy / "rank-0000" / "rng.safetensors"
+    with safe_open(file, framework="np") as opened:
+        metadata = opened.metadata()
+    arrays = load_file(file)
+    change(arrays)
+    save_file(arrays, file, metadata=metadata)
+    entry = {"sha256": untrusted.digest(file), "bytes": file.stat().st_size}
     edit(copy, lambda manifest: manifest["files"].update({"rank-0000/rng.safetensors": entry}))
-    report = rerun(load(copy), replays.build)
+    return load(copy)
+
+
+def test_a_damaged_random_state_is_named(capsule: SpikeCapsule, tmp_path: Path) -> None:
+    def shorten(arrays: dict[str, Any]) -> None:
+        arrays["step/51/numpy"] = arrays["step/51/numpy"][:-1]
+
+    damaged = with_states(capsule, tmp_path, shorten)
+    report = rerun(damaged, replays.build)
     assert report.verdict == "incomplete" and "before step 51" in report.reason and "numpy" in report.reason
     with pytest.raises(CapsuleError, match="numpy"):
-        load(copy).restore_rng(step=51, strict=True)
+        damaged.restore_rng(step=51, strict=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the recorded devices")
+def test_states_of_devices_that_are_not_here(capsule: SpikeCapsule, tmp_path: Path) -> None:
+    def add(arrays: dict[str, Any]) -> None:
+        arrays |= {f"step/{step}/cuda:{i}": np.zeros(16, np.uint8) for step in range(48, 57) for i in range(8)}
+
+    report = rerun(with_states(capsule, tmp_path, add), replays.build)
+    assert report.verdict == "incomplete" and "8 device states unused" in report.reason
+    assert all(step.different == 0 for step in report.steps), "what could be compared was"
+
+
+def test_a_deterministic_replay_on_cuda_needs_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trackbridge.replay.settings import check_cublas
+
+    recorded = {"torch": {"deterministic_algorithms": True}, "environment": {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}}
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(UsageError, match="export CUBLAS_WORKSPACE_CONFIG=:16:8"):
+        check_cublas(recorded, None)
+    check_cublas(recorded, False)
+    with pytest.raises(UsageError, match="export CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        check_cublas({}, True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    check_cublas(recorded, None)
 
 
 def test_restore_rng(capsule: SpikeCapsule) -> None:

@@ -100,7 +100,8 @@ class _Replay:
     def check(self) -> None:
         """What can be known to be missing before anything runs."""
         capsule = self.capsule
-        settings.check_cublas(capsule.provenance, self._devices(), self._deterministic)
+        if self._devices() and torch.cuda.is_available():
+            settings.check_cublas(capsule.provenance, self._deterministic)
         if not capsule.has_state(self._rank):
             lacking = next((text for text in capsule.missing if text.startswith("parameter snapshot")), "parameter snapshot")
             raise Incomplete(lacking)

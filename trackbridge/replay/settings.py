@@ -59,13 +59,13 @@ def as_recorded(provenance: Mapping[str, Any], deterministic: bool | None) -> No
             put(wanted[name])
 
 
-def check_cublas(provenance: Mapping[str, Any], devices: list[str], deterministic: bool | None) -> None:
+def check_cublas(provenance: Mapping[str, Any], deterministic: bool | None) -> None:
     """Deterministic cuBLAS needs a variable that is read when CUDA starts. Raises `UsageError` before the first step."""
     asked = (
         deterministic if deterministic is not None else (provenance.get("torch") or {}).get("deterministic_algorithms", False)
     )
     recorded = (provenance.get("environment") or {}).get("CUBLAS_WORKSPACE_CONFIG")
-    if asked and devices and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+    if asked and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         raise UsageError(
             "a deterministic replay on CUDA needs CUBLAS_WORKSPACE_CONFIG before Python starts; run: "
             f"export CUBLAS_WORKSPACE_CONFIG={recorded or ':4096:8'}"
