@@ -195,7 +195,7 @@ class _Replay:
 
     def _torch_devices(self) -> list[torch.device]:
         """The recorded CUDA devices that are here and in use: before CUDA starts there is no state to look at."""
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
         return [torch.device(name) for name in self._devices() if int(name[5:]) < torch.cuda.device_count()]
 
