@@ -16,6 +16,7 @@ from tests import replays
 from trackbridge import __version__
 from trackbridge.cli import app
 from trackbridge.cli.common import sparkline
+from trackbridge.cli.doctor import Finding, show
 from trackbridge.rundir import RunDirectory
 
 BUILD = "tests.replays:build"
@@ -39,7 +40,7 @@ def answer(*arguments: object, status: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a spike, delivered to TensorBoard."""
-    return replays.record(tmp_path_factory.mktemp("cli") / "runs", backend="tensorboard", name="tiny")
+    return replays.record(tmp_path_factory.mktemp("cli") / "runs", backend="tensorboard", name="tiny [lr=1e-3]")
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_runs_lists_the_run(recorded: Path) -> None:
     assert run["anomalies"] >= 1
     assert run["lag"] == {"tensorboard": 0}
     said = call("runs", recorded.parent).stdout
-    assert recorded.name in said and "finished" in said
+    assert recorded.name in said and "finished" in said and "tiny [lr=1e-3]" in said
 
 
 def test_show_tells_the_run_its_anomalies_and_where_it_is(recorded: Path) -> None:
@@ -80,7 +81,7 @@ def test_show_tells_the_run_its_anomalies_and_where_it_is(recorded: Path) -> Non
 
 @pytest.mark.parametrize("reference", ["id", "name"])
 def test_show_finds_a_run_by_its_id_or_name(recorded: Path, reference: str) -> None:
-    words = {"id": recorded.name, "name": "tiny"}[reference]
+    words = {"id": recorded.name, "name": "tiny [lr=1e-3]"}[reference]
     assert answer("show", words, "--dir", recorded.parent)["run"]["run_id"] == recorded.name
 
 
@@ -202,6 +203,13 @@ def test_doctor_has_a_finding_for_each_part(tmp_path: Path, monkeypatch: pytest.
     assert findings["MLflow server"]["state"] == "note" and findings["MLflow server"]["advice"]
     assert "secret" not in json.dumps(findings)
     assert all(finding["advice"] for finding in findings.values() if finding["state"] != "ok")
+
+
+def test_brackets_in_a_finding_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = "pip install 'trackbridge[wandb]'"
+    show([Finding("wandb", "note", "[not] installed", advice)])
+    said = capsys.readouterr().out
+    assert advice in said and "[not] installed" in said
 
 
 def test_a_spike_survives_in_the_sparkline() -> None:

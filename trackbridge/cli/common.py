@@ -32,6 +32,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200)
 
 
+def plain(value: object) -> str:
+    """`value` as text in which rich sees no markup: names, paths and errors may have brackets."""
+    from rich.markup import escape
+
+    return escape(str(value))
+
+
 def emit(value: Any) -> None:
     """`value` as strict JSON on stdout; NaN and infinities are the strings "NaN", "Infinity", "-Infinity"."""
     typer.echo(dumps(value))

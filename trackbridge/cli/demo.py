@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, number, sparkline
+from trackbridge.cli.common import Json, console, emit, number, plain, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,9 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
     with _live(out, plan.steps) as on_step:
         held_out = story.train(on_step)
     story.detected()
-    out.print(f"held-out loss {held_out['first']:.3f} -> {held_out['last']:.3f} nats per byte; journal {story.directory}")
+    out.print(
+        f"held-out loss {held_out['first']:.3f} -> {held_out['last']:.3f} nats per byte; journal {plain(story.directory)}"
+    )
     spike = story.spike
     _anomalies(story.record.anomalies, spike, out)
 
@@ -70,7 +72,7 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
         with out.status("Pulling the capsule out of MLflow ..."):
             capsule = story.pull()
         if capsule is not None:
-            out.print(f"\n[bold]Pulled[/] out of MLflow into {capsule.path}")
+            out.print(f"\n[bold]Pulled[/] out of MLflow into {plain(capsule.path)}")
             with out.status(f"Running steps {capsule.span[0]} to {capsule.span[1]} again, twice, in a fresh process ..."):
                 report = story.replay(capsule)
             _verdict(report, out)
@@ -79,10 +81,10 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
 
     out.print()
     for promise in story.promises:
-        out.print(f"{'[green]kept  [/]' if promise.kept else '[red]BROKEN[/]'} {promise.text}: {promise.detail}")
+        out.print(f"{'[green]kept  [/]' if promise.kept else '[red]BROKEN[/]'} {promise.text}: {plain(promise.detail)}")
     out.print()
     for name, path in paths.items():
-        out.print(f"{name}: [bold]{path.absolute()}[/]")
+        out.print(f"{name}: [bold]{plain(path.absolute())}[/]")
     return {
         "run": story.record.info.run_id,
         "directory": story.directory,
@@ -145,13 +147,13 @@ def _deliveries(delivered: Sequence[Delivered], steps: int, out: Console) -> Non
     out.print("\n[bold]In the trackers[/], as their own readers tell it")
     for d in delivered:
         good = d.complete(steps)
-        loss = d.error or f"{d.equal} of {steps} losses equal the journal's as {d.number}"
+        loss = plain(d.error) if d.error else f"{d.equal} of {steps} losses equal the journal's as {d.number}"
         out.print(f"{'[green]✓[/]' if good else '[red]✗[/]'} [bold]{d.title}[/]: {loss}")
         for where in d.capsules:
-            out.print(f"    capsule  {where}")
-        out.print(f"    look     {d.look}")
+            out.print(f"    capsule  {plain(where)}")
+        out.print(f"    look     {plain(d.look)}")
         if d.pull:
-            out.print(f"    pull     {d.pull}")
+            out.print(f"    pull     {plain(d.pull)}")
 
 
 def _verdict(report: dict[str, Any], out: Console) -> None:
@@ -169,4 +171,4 @@ def _verdict(report: dict[str, Any], out: Console) -> None:
         )
     out.print(table)
     colour = "green" if report["verdict"] == "exact" else "red"
-    out.print(f"replay verdict: [bold {colour}]{report['verdict']}[/] ({report['reason']})")
+    out.print(f"replay verdict: [bold {colour}]{report['verdict']}[/] ({plain(report['reason'])})")

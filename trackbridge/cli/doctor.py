@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import typer
 
 from trackbridge._version import __version__
-from trackbridge.cli.common import Json, console, emit, size
+from trackbridge.cli.common import Json, console, emit, plain, size
 
 EXTRAS = {
     "wandb": "wandb",
@@ -50,19 +50,19 @@ def doctor(
     if json:
         emit([asdict(finding) for finding in findings])
     else:
-        _show(findings)
+        show(findings)
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
 
 
-def _show(findings: list[Finding]) -> None:
+def show(findings: list[Finding]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
     signs = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
     for finding in findings:
-        advice = f"\n[dim]{finding.advice}[/]" if finding.advice else ""
-        table.add_row(signs[finding.state], finding.what, f"{finding.found}{advice}")
+        advice = f"\n[dim]{plain(finding.advice)}[/]" if finding.advice else ""
+        table.add_row(signs[finding.state], finding.what, f"{plain(finding.found)}{advice}")
     console().print(table)
 
 

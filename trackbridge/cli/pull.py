@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, size
+from trackbridge.cli.common import Json, console, emit, plain, size
 
 
 def pull(
@@ -27,7 +27,7 @@ def pull(
     from trackbridge.fetch import pull as fetch
 
     progress = console(stderr=True)
-    with progress.status(f"Fetching {reference} ..."):
+    with progress.status(f"Fetching {plain(reference)} ..."):
         capsule = fetch(reference, dest)
     anomaly = capsule.anomaly
     total = sum(entry.bytes for entry in capsule.files.values())
@@ -47,8 +47,8 @@ def pull(
         )
         return
     out = console()
-    out.print(anomaly_line(anomaly))
+    out.print(plain(anomaly_line(anomaly)))
     out.print(f"{len(capsule.files)} files, {size(total)}, every digest checked; tier [bold]{capsule.tier}[/]")
     for lack in capsule.missing:
-        out.print(f"[yellow]missing[/] {lack}")
-    out.print(f"{capsule.path}", style="bold")
+        out.print(f"[yellow]missing[/] {plain(lack)}")
+    out.print(plain(capsule.path), style="bold")

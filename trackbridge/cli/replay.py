@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console
+from trackbridge.cli.common import Json, console, plain
 from trackbridge.errors import TrackbridgeError, UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _replay(reference: str, build: str, dest: Path | None, runs: int) -> ReplayR
     progress = console(stderr=True)
     with progress.status("Loading your code ..."):
         made = function(build)
-    with progress.status(f"Fetching {reference} ..."):
+    with progress.status(f"Fetching {plain(reference)} ..."):
         capsule = pull(reference, dest)
     with Progress(console=progress, transient=True, disable=not progress.is_terminal) as bar:
         first = capsule.restart_step
@@ -94,7 +94,8 @@ def _print(report: ReplayReport) -> None:
 
     out = console()
     for difference in report.environment:
-        out.print(f"[yellow]not as recorded[/] {difference.name}: {difference.recorded} then, {difference.now} now")
+        values = f"{difference.recorded} then, {difference.now} now"
+        out.print(f"[yellow]not as recorded[/] {plain(difference.name)}: {plain(values)}")
     table = Table("step", "loss recorded", "loss replayed", "series equal", "furthest", "RNG", box=None, pad_edge=False)
     for step in report.steps:
         mark = " [red]<- anomaly[/]" if step.step == report.anomaly_step else ""
@@ -105,8 +106,8 @@ def _print(report: ReplayReport) -> None:
         table.add_row(str(step.step), recorded, replayed, equal, furthest, f"{step.rng}{mark}")
     out.print(table)
     if report.first_divergence is not None:
-        out.print(f"first divergence: {report.first_divergence}")
+        out.print(f"first divergence: {plain(report.first_divergence)}")
     for text in report.missing:
-        out.print(f"[yellow]missing[/] {text}")
+        out.print(f"[yellow]missing[/] {plain(text)}")
     colour = "green" if EXIT[report.verdict] == 0 else "red"
-    out.print(f"verdict: [bold {colour}]{report.verdict}[/] ({report.reason})")
+    out.print(f"verdict: [bold {colour}]{report.verdict}[/] ({plain(report.reason)})")

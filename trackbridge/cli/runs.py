@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, lags, number, when
+from trackbridge.cli.common import Json, console, emit, lags, number, plain, when
 
 
 def runs(
@@ -18,7 +18,7 @@ def runs(
     """List the runs of a folder: how far they are, what was detected, what each tracker still lacks."""
     from trackbridge import history, shipper
 
-    with console(stderr=True).status(f"Reading {folder} ..."):
+    with console(stderr=True).status(f"Reading {plain(folder)} ..."):
         found = [(summary, shipper.status(summary.path)) for summary in history.runs(folder)]
     if json:
         emit([{**asdict(s), "lag": {b.kind: b.lag for b in backends}} for s, backends in found])
@@ -28,5 +28,7 @@ def runs(
     table = Table("run", "name", "started", "status", "step", "loss", "anomalies", "delivered", box=None, pad_edge=False)
     for s, backends in found:
         step = str(s.step) if s.step >= 0 else ""
-        table.add_row(s.run_id, s.name, when(s.created), s.status, step, number(s.loss), str(s.anomalies or ""), lags(backends))
-    console().print(table if found else f"no runs in {folder.absolute()}")
+        table.add_row(
+            s.run_id, plain(s.name), when(s.created), s.status, step, number(s.loss), str(s.anomalies or ""), lags(backends)
+        )
+    console().print(table if found else f"no runs in {plain(folder.absolute())}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, number, sparkline, when
+from trackbridge.cli.common import Json, console, emit, find_run, number, plain, sparkline, when
 
 if TYPE_CHECKING:
     from trackbridge.history import RunRecord
@@ -59,27 +59,28 @@ def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
     out = console()
     info = record.info
     attempt = f", attempt {info.attempt}" if info.attempt else ""
-    out.print(f"[bold]{info.name}[/] ({info.run_id}) of {info.project}: {record.status}{attempt}, started {when(info.created)}")
+    who = f"({info.run_id}) of {info.project}"
+    out.print(f"[bold]{plain(info.name)}[/] {plain(who)}: {record.status}{attempt}, started {when(info.created)}")
     if record.error:
-        out.print(f"[red]{record.error}[/]")
+        out.print(f"[red]{plain(record.error)}[/]")
     if record.damage:
-        out.print(f"[red]{record.damage}[/]")
+        out.print(f"[red]{plain(record.damage)}[/]")
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, (steps, values) in _series(record).items():
         table.add_row(name, sparkline(values), number(float(values[-1])), f"[dim]steps {steps[0]} to {steps[-1]}[/]")
     out.print(table)
     for anomaly in record.anomalies:
-        out.print(f"[red]![/] {anomaly_line(anomaly)}")
+        out.print(f"[red]![/] {plain(anomaly_line(anomaly))}")
         if anomaly.capsule:
-            out.print(f"  [dim]capsule {record.path / anomaly.capsule}[/]")
+            out.print(f"  [dim]capsule {plain(record.path / anomaly.capsule)}[/]")
     if not record.anomalies:
         out.print("no anomalies")
     for status in backends:
         state = "everything delivered" if not status.lag else f"[yellow]{status.lag} records behind[/]"
         if status.dead_letters:
             state += f", [red]{status.dead_letters} refused[/]"
-        out.print(f"[bold]{status.kind}[/]: {state}{f'; {status.where}' if status.where else ''}")
+        out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}")
         if status.last_error and status.lag:
-            out.print(f"  [dim]{status.last_error}[/]")
+            out.print(f"  [dim]{plain(status.last_error)}[/]")
     if any(status.lag for status in backends):
-        out.print(f"deliver the rest: trackbridge sync {record.path}")
+        out.print(f"deliver the rest: trackbridge sync {plain(record.path)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit
+from trackbridge.cli.common import Json, console, emit, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,13 +41,13 @@ def sync(
         out = console()
         for status in report.backends:
             state = "everything delivered" if not status.lag else f"[yellow]{status.lag} records left[/]"
-            out.print(f"[bold]{status.kind}[/]: {state}{f'; {status.where}' if status.where else ''}")
+            out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}")
             if status.lag and status.last_error:
-                out.print(f"  {status.last_error}")
+                out.print(f"  {plain(status.last_error)}")
         for kind, who in report.busy.items():
-            out.print(f"{kind} is being served by {who}")
+            out.print(f"{kind} is being served by {plain(who)}")
         for path in report.sealed:
-            out.print(f"sealed {path}")
+            out.print(f"sealed {plain(path)}")
         if report.killed:
             out.print("the trainer was killed; the run is marked so")
     if not report.complete:
@@ -62,7 +62,7 @@ def _advance(progress: Progress) -> Callable[[list[BackendStatus]], None]:
         for status in statuses:
             if status.kind not in tasks:
                 tasks[status.kind] = progress.add_task(status.kind)
-            trouble = f" [yellow]{status.last_error[:80]}[/]" if status.last_error and status.lag else ""
+            trouble = f" [yellow]{plain(status.last_error[:80])}[/]" if status.last_error and status.lag else ""
             total = status.last_seq + 1
             progress.update(
                 tasks[status.kind], total=total, completed=total - status.lag, description=f"{status.kind}{trouble}"
