@@ -599,3 +599,16 @@ def test_random_crashes_and_resumes_never_reuse_or_lose_a_number(tmp_path: Path)
     delivered.update((r.seq, r.step) for r in reader.read() if isinstance(r, Row))
     assert fresh == delivered
     assert len(set(fresh.values())) == len(fresh)
+
+
+@pytest.mark.parametrize("floor", range(0, 14))
+def test_no_floor_makes_a_number_given_out_twice(tmp_path: Path, floor: int) -> None:
+    """A tracker's cursor usually lags behind the journal; it must not hide what the journal holds."""
+    first = writer(tmp_path)
+    for step in range(10):
+        first.append(row(step))
+    first.close()
+    later = writer(tmp_path, floor=floor)
+    assert later.append(row(10)) == max(10, floor)
+    later.close()
+    assert [record.seq for record in JournalReader(tmp_path).read()] == [*range(10), max(10, floor)]

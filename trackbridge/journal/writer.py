@@ -227,10 +227,12 @@ class JournalWriter:
     def _survey(self) -> None:
         """Learn from what is there: where numbering goes on, and what retention may delete."""
         found = segments.listing(self.directory)
+        newest = -1  # the highest number found so far; the floor says nothing about what is here
         for segment in reversed(found):
-            if self._ring_bytes is None and self.next_seq > segment.first_seq:
+            if self._ring_bytes is None and newest >= segment.first_seq:
                 break  # older segments only hold smaller numbers
             last, max_step = _extent(segment)
+            newest = max(newest, last)
             self.next_seq = max(self.next_seq, last + 1, segment.first_seq)
             self._closed.insert(0, _Closed(segment, segment.path.stat().st_size, max_step))
         self._number = found[-1].number + 1 if found else 0
