@@ -206,3 +206,14 @@ def test_a_compiled_optimizer_step() -> None:
         return sum(counters["graph_break"].values())
 
     assert breaks(True) <= breaks(False) + 2
+
+
+def test_a_checkpoint_around_blocks_with_the_hook_inside() -> None:
+    """The recomputation runs the block's graph again, the measuring operation included."""
+    model = Stack("non-reentrant")
+    lab = Lab(model, sgd(model), sites=["embed", "blocks.?", "blocks.?.linear"])
+    each_block_in_place(model)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+        lab.close()
+        assert set(lab.last.values()) == {1}

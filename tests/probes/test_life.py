@@ -211,6 +211,64 @@ def test_phases_are_timed_and_accumulate() -> None:
     assert not {"perf/forward_s", "perf/backward_s", "perf/optimizer_s"} & found.keys()
 
 
+class Ticks:
+    """A clock that goes on by one second each time somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    clock = Ticks()
+    monkeypatch.setattr("trackbridge.probes.phases.time", clock)
+    return clock
+
+
+def test_micro_batches_add_up(ticks: Ticks) -> None:
+    model = Stack()
+    lab = Lab(model, optimizer := sgd(model))
+    for seed in range(3):
+        model(batch(seed)).sum().backward()
+    optimizer.step()
+    found = lab.close()
+    assert [found[f"perf/{phase}_s"] for phase in ("forward", "backward", "optimizer")] == [3, 3, 1]
+
+
+def test_two_models_in_one_backward_pass_are_timed_once(ticks: Ticks) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    lab = Lab({"g": first, "d": second})
+    x = second(first(torch.ones(2, 4)))
+
+    def later(*_: Any) -> None:
+        ticks.now += 100
+
+    second.weight.register_post_accumulate_grad_hook(later)
+    x.sum().backward()
+    found = lab.close()
+    assert found["perf/forward_s"] == 2 and found["perf/backward_s"] == 101
+
+
+def test_our_own_work_is_not_in_the_optimizers_time(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trackbridge.probes import reduce
+
+    norms = reduce.norms
+
+    def slow(tensors: Any) -> Tensor:
+        ticks.now += 100
+        return norms(tensors)
+
+    monkeypatch.setattr(reduce, "norms", slow)
+    model = Stack()
+    lab = Lab(model, optimizer := sgd(model))
+    train(model, optimizer, None, steps=1)
+    assert lab.close()["perf/optimizer_s"] == 1
+
+
 def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from trackbridge.config import ActivationsConfig, ParametersConfig
     from trackbridge.probes import Instruments, moments, reduce

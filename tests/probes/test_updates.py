@@ -207,6 +207,7 @@ def test_the_worst_sample_of_the_step() -> None:
 
     assert worst(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([4.0, 3.0])) == (5.0, 1.0)
     assert worst(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([4.0, 6.0])) == (6.0, 4.0)
+    assert worst(torch.tensor([1.0, 5.0]), torch.tensor([5.0])) == (5.0, 1.0)
     assert worst(torch.tensor([-1.0]), torch.tensor([-2.0])) == (-1.0, 0.0)
     value, row = worst(torch.tensor([1.0, float("nan")]), torch.tensor([4.0, 6.0]))
     assert math.isnan(value) and row == 1.0

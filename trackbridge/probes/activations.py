@@ -20,7 +20,7 @@ from trackbridge.errors import Part
 from trackbridge.probes import moments, reduce
 from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
 from trackbridge.probes.observe import observe
-from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.outputs import first_tensor, is_transformed
 from trackbridge.probes.phases import in_backward
 from trackbridge.probes.sites import choose
 from trackbridge.probes.subject import Subject, prefix
@@ -48,7 +48,7 @@ class ActivationProbe:
         self.fields: tuple[Field, ...] = (
             Field("activations", moments.WIDTH * len(site_names), over_ranks="moments"),
             Field("activations_due", 1, "host"),
-            Field("activations_gate", 1, lasting=True),
+            Field("activations_gate", 2, lasting=True),  # of compiled regions; and one that stays open
         )
         self.series: tuple[str, ...] = tuple(
             names.act(name, statistic) for statistic in moments.STATISTICS for name in site_names
@@ -60,7 +60,8 @@ class ActivationProbe:
 
     def attach(self, slab: Slab) -> None:
         self._due = slab.host_view("activations_due")
-        self._switch = slab.device_view("activations_gate")
+        self._switch, always = torch.split(slab.device_view("activations_gate"), 1)
+        always.fill_(1.0)
         offset, gate = slab.offset("activations"), slab.offset("activations_gate")
         for number, (module, model) in enumerate(self._sites):
             hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate, self._inside)
@@ -73,6 +74,13 @@ class ActivationProbe:
         due = self._gate.due(self._every)
         self._switch.fill_(float(due))
         self._due[0] = max(self._due[0], float(due))
+
+    def backward(self, begins: bool) -> None:
+        """Close compiled regions while a backward pass recomputes what was checkpointed: there no Python looks whether."""
+        if begins:
+            self._switch.fill_(0.0)
+        else:
+            self._switch.fill_(float(self._gate.due(self._every)))
 
     def measure(self) -> None:
         for hook in self._hooks:
@@ -162,12 +170,12 @@ class SiteHook(Inert):
             else:
                 self.pending += 1
             tensor = first_tensor(output)
-            if tensor is not None and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor is not None and not is_transformed(tensor):
                 with torch.no_grad():
                     if self.row is not None and tensor.device.type == "cpu":
                         moments.add_on_cpu(tensor, self.row)
                     else:
-                        observe(tensor.detach(), self.slab, self.offset, self.gate)
+                        observe(tensor.detach(), self.slab, self.offset, self.gate + 1)
 
 
 def _install(module: nn.Module, hook: SiteHook) -> Any:

@@ -368,7 +368,7 @@ def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *,
     with _on(device):
         _summarise[(table.programs,)](
             _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, table.firsts,
-            table.counts, table.partials, table.counters, result, 
+            table.counts, table.partials, table.counters, result,
             unless_finite if gated else result, table.tensors, table.programs, GATED=gated, DTYPE=DTYPES[dense[0].dtype],
             OLD=old is not None, ALIGNED=all(pointer % 16 == 0 for pointer in (*data, *others)), CHUNK=CHUNK, BLOCK=BLOCK,
             num_warps=WARPS,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 DEPTH = 4
@@ -24,6 +25,11 @@ def first_tensor(output: Any) -> Tensor | None:
                 return tensor
             scalar = tensor if scalar is None else scalar
     return scalar
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """True inside torch.func transforms (vmap, grad), where nothing outside may be written to."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def tensors(output: Any, depth: int = DEPTH) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from trackbridge.errors import Part
 from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
-from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.outputs import first_tensor, is_transformed
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -29,10 +30,14 @@ class PhaseProbe:
     series: tuple[str, ...] = ("perf/forward_s", "perf/backward_s", "perf/optimizer_s")
     fields: tuple[Field, ...] = (Field("phase_s", 3, "host"), Field("phase_seen", 3, "host"))
 
-    def __init__(self, subject: Subject, gate: Gate, part: Part) -> None:
+    def __init__(
+        self, subject: Subject, gate: Gate, part: Part, on_backward: Callable[[bool], None] = lambda begins: None
+    ) -> None:
+        """`on_backward` is told when a backward pass begins (True) and ends."""
         self._subject = subject
         self._gate = gate
         self._part = part
+        self._on_backward = on_backward
         self._cuda = subject.device.type == "cuda"
         self._events: deque[torch.cuda.Event] = deque()
         self._intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
@@ -72,7 +77,7 @@ class PhaseProbe:
             return
         self.stop(FORWARD, number)
         tensor = first_tensor(output)
-        if tensor is not None and tensor.grad_fn is not None:
+        if tensor is not None and tensor.grad_fn is not None and not is_transformed(tensor):
             tensor.grad_fn.register_prehook(_Backward(self))
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
@@ -161,7 +166,9 @@ class _Backward:
             return
         with probe._part:
             probe.start(BACKWARD, ANY)
+            probe._on_backward(True)
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _ended(self) -> None:
         self._probe.stop(BACKWARD, ANY)
+        self._probe._on_backward(False)

@@ -68,8 +68,8 @@ class Session:
         self.scalars = scalars
         self.gradients = GradientProbe(subject, parameters, gate, parts[0])
         self.updates = UpdateCountProbe(subject)
-        self.phases = PhaseProbe(subject, gate, parts[3])
         self.activations = ActivationProbe(subject, activations, gate, parts[4])
+        self.phases = PhaseProbe(subject, gate, parts[3], self.activations.backward)
         weight_probe = WeightProbe(subject, parameters, gate)
         self._nested: list[tuple[UpdateProbe, Part]] = list(
             zip((self.gradients, weight_probe, self.updates, self.phases), parts[:4], strict=True)
