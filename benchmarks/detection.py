@@ -226,13 +226,12 @@ class Curves:
                 f"{1 / tuning.scale_gain:.0f}, tail span {tuning.tail_span:g} -> here {_counts(rows[best][inside])}"
             )
         print(f"  held-out families together     {_summary(held)}")
-        flat = [_counts(row) for row in rows]
-        print(f"  over the whole grid of {len(grid)}: {_spread(rows)}; first choices {flat[:3]}")
+        print(f"  over the whole grid of {len(grid)}: {_spread(rows)}")
 
 
 def _grid() -> Iterator[tuple[DetectionConfig, Tuning]]:
     for threshold, level, scale, span in itertools.product(
-        (4.2, 4.4, 4.7, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (1.8, 2.7, 3.6)
+        (4.2, 4.6, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (2.5, 4.0, 5.5)
     ):
         yield (
             DetectionConfig(threshold=threshold),
@@ -253,7 +252,8 @@ def _counts(rows: np.ndarray) -> str:
 def _spread(rows: Sequence[np.ndarray]) -> str:
     hits = [int(r[:, 1].sum()) for r in rows]
     false = [int(r[:, 3].sum()) for r in rows]
-    return f"found {min(hits)} to {max(hits)}, false alarms {min(false)} to {max(false)}"
+    strict = [int(r[:, 4].sum()) for r in rows]
+    return f"found {min(hits)} to {max(hits)}, false {min(false)} to {max(false)}, strictly {min(strict)} to {max(strict)}"
 
 
 def _summary(rows: np.ndarray, draws: int = 2000) -> str:
