@@ -84,7 +84,7 @@ def make(destination: Path, *, local: bool = False, anomaly: Anomaly | None = No
         own.mkdir()
         parts.write_rows(folder, some_rows() if rows is None else rows)
         parts.write_rng(own, some_contexts())
-        parts.write_batches(own, some_contexts())
+        parts.write_batches(own, some_contexts(), runs=True)
         if not local:
             parts.write_tensors(own, some_contexts())
         (folder / "post-mortem.md").write_text("# nothing yet\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.capsules import an_anomaly
@@ -261,3 +262,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith("nothing: no anomaly 'nothing'")
     assert done.stdout.startswith("a-20\t"), "the others are sealed all the same"
     assert command(str(directory.path)).returncode == 2
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_a_piece_of_the_batch_travels_only_with_leave(tmp_path: Path, upload: bool) -> None:
+    """The tokens of a repeated run are the batch's own text; its count is not."""
+    from trackbridge import capsule_parts
+    from trackbridge.records import MicroBatch, StepContext
+
+    ngram = {"tokens": [7, 8, 9], "count": 4}
+    context = StepContext(-1, 3, 0, {}, (MicroBatch(tokens={"length": 10, "0": {"ngram": ngram, "unique": 5}}),))
+    capsule_parts.write_batches(tmp_path, [context], runs=upload)
+    (kept,) = pd.read_parquet(tmp_path / "batches.parquet")["tokens"]
+    assert json.loads(kept) == {"length": 10, "0": {"ngram": ngram if upload else {"count": 4}, "unique": 5}}

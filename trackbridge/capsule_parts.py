@@ -162,8 +162,19 @@ class RngStates:
 # -- batches
 
 
-def write_batches(folder: Path, contexts: Sequence[StepContext]) -> None:
-    """``batches.parquet``: identity of every micro-batch. The batches themselves are `write_tensors`."""
+def _without_runs(statistics: Any) -> Any:
+    if not isinstance(statistics, Mapping):
+        return statistics
+    return {
+        name: {"count": value["count"]} if name == "ngram" else _without_runs(value) for name, value in statistics.items()
+    }
+
+
+def write_batches(folder: Path, contexts: Sequence[StepContext], *, runs: bool) -> None:
+    """``batches.parquet``: identity of every micro-batch. The batches themselves are `write_tensors`.
+
+    `runs`: with the tokens of the most repeated run, which are a piece of the batch; else with its count only.
+    """
     import pyarrow as pa
 
     micros = [(context.step, k, micro) for context in contexts for k, micro in enumerate(context.micro)]
@@ -177,7 +188,7 @@ def write_batches(folder: Path, contexts: Sequence[StepContext]) -> None:
         "base_seed": pa.array([m.base_seed for _, _, m in micros], pa.int64()),
         "sample_ids": pa.array([_ids(m) for _, _, m in micros], pa.string()),
         "fingerprint": pa.array([m.fingerprint for _, _, m in micros], pa.string()),
-        "tokens": pa.array([dumps(dict(m.tokens)) for _, _, m in micros], pa.string()),
+        "tokens": pa.array([dumps(m.tokens if runs else _without_runs(m.tokens)) for _, _, m in micros], pa.string()),
         "kept": pa.array([m.tensors is not None for _, _, m in micros], pa.bool_()),
         "why_not_kept": pa.array([m.why_no_tensors for _, _, m in micros], pa.string()),
     }

@@ -153,7 +153,7 @@ def _fill(folder: Path, window: Window, records: Sequence[RankRecord], *, upload
         contexts = list(record.contexts.values())
         parts.write_rows(folder if record is records[0] else own, list(record.rows.values()))
         parts.write_rng(own, contexts)
-        parts.write_batches(own, contexts)
+        parts.write_batches(own, contexts, runs=upload)
         if upload:
             parts.write_tensors(own, contexts)
         if record.rank in window.snapshots:
