@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Connect: TypeAlias = Callable[[RunInfo], WandbBackend]
 """The fixture ``connect``: open a run on the test server."""
 
-QUICK = Pace(init=10.0, poll=0.1, transmit=1, flush=0.1, stall=3.0)
+QUICK = Pace(init=30.0, poll=0.1, transmit=1, flush=0.1, stall=8.0)
 
 
 class QuickConfig(WandbConfig):
