@@ -62,15 +62,20 @@ class Episode:
         self.anomaly = self.anomaly.updated(cascade=cascade, first_mover=cascade[0] if cascade else None, **changes)
         return self.anomaly
 
-    def peak(self, value: float, expected: float, score: float, series: str | None = None) -> bool:
-        """Take over a worse value, or that of a series that matters more. True if it was taken."""
-        a = self.anomaly
-        if series is None and score <= a.score:
-            return False
-        self.anomaly = a.updated(
-            series=series or a.series, value=value, expected=expected, score=score, severity=severity(a.kind, score)
+    def worse(self, value: float, score: float, step: int) -> None:
+        """The series got worse than at detection. `value` and `score` stay those of the anomaly's own step; the severity and
+        a note follow the peak."""
+        grade = severity(self.anomaly.kind, score)
+        if grade > self.anomaly.severity:
+            kept = tuple(note for note in self.anomaly.notes if not note.startswith("peak "))
+            note = f"peak {value:.6g} ({score:.3g} sigma) at step {step}"
+            self.anomaly = self.anomaly.updated(severity=grade, notes=(*kept, note))
+
+    def lead(self, series: str, value: float, expected: float, score: float) -> None:
+        """A series that matters more has joined: the anomaly is told by it."""
+        self.anomaly = self.anomaly.updated(
+            series=series, value=value, expected=expected, score=score, severity=severity(self.anomaly.kind, score)
         )
-        return True
 
     def state(self) -> dict[str, Any]:
         """JSON-able. Non-finite numbers are written as strings."""

@@ -230,9 +230,10 @@ class Watch:
         for v in verdicts:
             name = self._name(v)
             if name == episode.anomaly.series:
-                episode.peak(v.value, v.expected, v.score)
+                episode.worse(v.value, v.score, row.step)
             elif is_loss(name) and not is_loss(episode.anomaly.series) and key == "excursion":
-                changed = episode.peak(v.value, v.expected, v.score, name)
+                episode.lead(name, v.value, v.expected, v.score)
+                changed = True
         index = d.series.index(episode.anomaly.series)
         closing = self._stays(key, episode, index, verdicts)
         if closing is not None:
@@ -263,7 +264,7 @@ class Watch:
             kind = "shift" if key == "excursion" else "drift"
         else:
             return None
-        return episode.refreshed(kind=kind, severity=severity(kind, episode.anomaly.score))
+        return episode.refreshed(kind=kind, severity=max(severity(kind, episode.anomaly.score), episode.anomaly.severity))
 
     def _precursors(self, onset: int) -> list[tuple[str, int, int]]:
         """Series that left their band before the onset and were still, or until just now, outside; and those in a drift."""
