@@ -61,7 +61,7 @@ def add_on_cpu(y: Tensor, row: FloatArray) -> None:
             return
     if flat.dtype == torch.float32 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
         part, largest = _central(flat.double())
-    row[:MAX] = merge(row[:MAX].tolist(), part)
+    row[:MAX] = merge(row[:MAX].tolist(), part) if row[N] else part
     row[MAX] = max(float(row[MAX]), largest)
 
 
@@ -70,29 +70,40 @@ def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float
     chunk in the tensor's precision, in memory that stays: fresh pages for large temporaries cost more than the arithmetic."""
     low, high = torch.aminmax(x)
     mean = x.mean()
-    deviations, squares = _workspace(x.dtype)
-    sums: list[Tensor] = []
-    for chunk in torch.split(x, CHUNK):
-        d = torch.sub(chunk, mean, out=deviations[: len(chunk)])
-        d2 = torch.mul(d, d, out=squares[: len(chunk)])
-        sums += (torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2))
-    least, most, middle, *powers = torch.stack((low, high, mean, *sums)).tolist()
+    found = [low, high, mean]
+    for chunk in (x,) if len(x) <= CHUNK else torch.split(x, CHUNK):
+        deviations, squares = _workspace(len(chunk), x.dtype)
+        d = torch.sub(chunk, mean, out=deviations)
+        d2 = torch.mul(d, d, out=squares)
+        found += (torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2))
+    least, most, middle, *powers = torch.stack(found).tolist()
     largest = max(most, -least)
     if least == most:
-        return (x.numel(), least, 0.0, 0.0, 0.0), largest
-    m2, m3, m4 = (sum(powers[k::3]) for k in range(3))
-    return (x.numel(), middle, m2, m3, m4), largest
+        return (len(x), least, 0.0, 0.0, 0.0), largest
+    return (len(x), middle, sum(powers[::3]), sum(powers[1::3]), sum(powers[2::3])), largest
 
 
-_local = threading.local()
+class _Buffers(threading.local):
+    """Two buffers of CHUNK elements for each dtype, this thread's own, and views of them by length."""
+
+    def __init__(self) -> None:
+        self.whole: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.views: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
 
-def _workspace(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two buffers of CHUNK elements, this thread's own."""
-    held: dict[torch.dtype, tuple[Tensor, Tensor]] = _local.__dict__.setdefault("buffers", {})
-    if dtype not in held:
-        held[dtype] = torch.empty(CHUNK, dtype=dtype), torch.empty(CHUNK, dtype=dtype)
-    return held[dtype]
+_buffers = _Buffers()
+
+
+def _workspace(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    views = _buffers.views.get((length, dtype))
+    if views is None:
+        if dtype not in _buffers.whole:
+            _buffers.whole[dtype] = torch.empty(CHUNK, dtype=dtype), torch.empty(CHUNK, dtype=dtype)
+        if len(_buffers.views) > 100:  # as many lengths as there are batches of different shape
+            _buffers.views.clear()
+        first, second = _buffers.whole[dtype]
+        views = _buffers.views[length, dtype] = first[:length], second[:length]
+    return views
 
 
 def add_on_device(y: Tensor, row: Tensor) -> None:

@@ -18,6 +18,8 @@ def first_tensor(output: Any) -> Tensor | None:
     A scalar (a loss beside the hidden state) is taken only when there is nothing else; None, integers and empty tensors are
     passed over.
     """
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.numel() else None
     scalar = None
     for tensor in tensors(output):
         if tensor.is_floating_point() and tensor.numel():

@@ -14,7 +14,7 @@ from trackbridge.errors import Part
 from trackbridge.names import LAYER
 from trackbridge.probes import gradients, weights
 from trackbridge.probes.activations import ActivationProbe
-from trackbridge.probes.base import BoolArray, Gate, Probe, UpdateProbe
+from trackbridge.probes.base import BoolArray, Gate, Probe, Stats, UpdateProbe
 from trackbridge.probes.gradients import GradientProbe
 from trackbridge.probes.layout import parameter_copies, world_size
 from trackbridge.probes.merge import merge_ranks
@@ -132,9 +132,17 @@ class Session:
         return reading
 
     def finalize(self, numbers: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """Values and presence of every series; those of a probe that breaks here are absent, and the others stay."""
         stats = self.slab.unpack(numbers)
-        found = [probe.finalize(stats) for probe, _ in self._probes]
+        found = [self._finalized(probe, part, stats) for probe, part in self._probes]
         return np.concatenate([values for values, _ in found]), np.concatenate([present for _, present in found])
+
+    @staticmethod
+    def _finalized(probe: Probe, part: Part, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        if part.alive:
+            with part:
+                return probe.finalize(stats)
+        return np.zeros(len(probe.series)), np.zeros(len(probe.series), dtype=bool)
 
     def _local_series(self) -> frozenset[str]:
         parts = self.copies != world_size()
