@@ -601,7 +601,7 @@ def test_random_crashes_and_resumes_never_reuse_or_lose_a_number(tmp_path: Path)
     assert len(set(fresh.values())) == len(fresh)
 
 
-@pytest.mark.parametrize("floor", range(0, 14))
+@pytest.mark.parametrize("floor", range(14))
 def test_no_floor_makes_a_number_given_out_twice(tmp_path: Path, floor: int) -> None:
     """A tracker's cursor usually lags behind the journal; it must not hide what the journal holds."""
     first = writer(tmp_path)

@@ -63,7 +63,9 @@ def test_the_anomaly_reaches_the_loop(tmp_path: Path) -> None:
         seen = []
         for step in range(200):
             seen += run.step(loss=100.0 if step == 150 else 2.0 + 0.01 * random.random())
-    assert {anomaly.step for anomaly in [*seen, *run.anomalies]} == {150}
+        run.state_dict()  # waits for the scribe: this loop is faster than it
+        seen += run.step(loss=2.0)
+    assert [anomaly.step for anomaly in seen] == [150] == [anomaly.step for anomaly in run.anomalies]
 
 
 def test_accumulation_weights_by_tokens(tmp_path: Path) -> None:
@@ -156,10 +158,11 @@ def test_auto_step_needs_no_change_to_the_loop(tmp_path: Path) -> None:
 def test_artifacts_are_copied(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
     with trackbridge.init(dir=tmp_path / "runs") as run:
-        run.log_artifact(tmp_path / "notes.txt", kind="notes")
-        (tmp_path / "notes.txt").write_text("changed")
         with pytest.raises(trackbridge.TrackbridgeError, match="cannot log artifact"):
             run.log_artifact(tmp_path / "nowhere")
+        run.log_artifact(tmp_path / "notes.txt", kind="notes")
+        (tmp_path / "notes.txt").write_text("changed")
+        run.log_artifact(tmp_path / "nowhere")  # not the first call: training goes on
     (artifact,) = trackbridge.load(run.dir).artifacts
     assert (run.dir / artifact.path / "notes.txt").read_text() == "kept"
 
@@ -189,3 +192,127 @@ def test_two_runs_in_one_process(tmp_path: Path) -> None:
     a.finish(), b.finish()
     assert trackbridge.load(tmp_path / "a").series("train/loss")[1].tolist() == [0, 1, 2, 3, 4]
     assert trackbridge.load(tmp_path / "b").series("train/loss")[1].tolist() == [0, -1, -2, -3, -4]
+
+
+@pytest.mark.parametrize("as_tensor", [True, False], ids=["tensor", "float"])
+def test_what_the_user_gives_wins_over_what_a_probe_measures(tmp_path: Path, as_tensor: bool) -> None:
+    """A gradient norm of the user's own, and a loss beside micro-batches: one value each, and detection goes on."""
+    give = torch.tensor if as_tensor else float
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        made = setup(run=run)
+        tokens = torch.randint(0, 32, (2, 8))
+        for step in range(60):
+            loss = nn.functional.cross_entropy(made.model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            run.micro(1.0)
+            run.step(loss=give(100.0 if step == 50 else 2.0 + 0.01 * (step % 3)), grad_norm=give(5.5))
+    record = trackbridge.load(run.dir)
+    assert set(record.series("grad/norm")[1].tolist()) == {5.5}
+    assert record.series("train/loss")[1][49:52].tolist() == pytest.approx([2.01, 100.0, 2.0])
+    assert [a.step for a in record.anomalies] == [50]
+
+
+def test_a_spike_on_the_very_last_step_keeps_its_snapshot(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path, strict=True, recorder={"snapshot_every": 10})
+    train(setup(run=run), run.batches(loader()), steps=61, spoil=noise)
+    assert run.finish()
+    (anomaly,) = [a for a in trackbridge.load(run.dir).anomalies if a.step == 60]
+    assert anomaly.capsule and anomaly.hypotheses
+    assert trackbridge.pull(run.dir / anomaly.capsule).tier == "re-execute"
+
+
+def test_finish_in_no_time_still_ends_the_run(tmp_path: Path) -> None:
+    """A scribe that is late writes the end when it gets there."""
+    run = trackbridge.init(dir=tmp_path, strict=True)
+    train(setup(run=run), run.batches(loader()), steps=40)
+    report = run.finish(timeout=0.0)
+    run._scribe._thread.join(60)
+    assert trackbridge.load(run.dir).status == "finished"
+    assert trackbridge.load(run.dir).series("train/loss")[0].tolist() == list(range(40))
+    assert isinstance(str(report), str)
+
+
+def test_auto_stepped_models_can_be_copied_and_saved(tmp_path: Path) -> None:
+    import copy
+
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        model = nn.Linear(4, 1)
+        run.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), auto_step=True)
+        twin = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        twin(torch.ones(1, 4)).sum().backward()
+        again = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+        run.watch(again, optimizer, auto_step=True)
+        again(torch.ones(1, 4)).mean().backward()
+        optimizer.step()
+    assert len(trackbridge.load(run.dir).series("train/loss")[0]) == 1
+
+
+def test_logged_tensors_are_copied_at_once(tmp_path: Path) -> None:
+    total = torch.zeros(())
+    with trackbridge.init(dir=tmp_path) as run:
+        for step in range(50):
+            total += 1.0
+            run.log({"total": total}, step=step)
+            total.zero_()
+            total += step + 1.0
+    assert trackbridge.load(run.dir).series("total")[1].tolist() == [1.0] + [s + 1.0 for s in range(1, 50)]
+
+
+def test_no_misuse_switches_recording_off(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        run.log({"a": 1.0})
+        run.step(loss=1.0, tokens="many")  # type: ignore[arg-type]
+        run.step(loss=1.0, step="x")  # type: ignore[arg-type]
+        run.log({"a": "text"})  # type: ignore[dict-item]
+        run.log({"a": torch.ones(3)})
+        with pytest.raises(trackbridge.TrackbridgeError):  # the first call of its kind
+            run.micro("no")  # type: ignore[arg-type]
+        run.step(loss=2.0)
+        state = run.state_dict()
+    assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [1.0, 2.0]
+    assert len(trackbridge.load(run.dir).series("perf/step_s")[0]) == 4
+    assert run.state_dict()["step"] == state["step"] == 4  # after finish, at once
+
+
+def test_a_state_of_another_version_is_learned_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.load_state_dict({"step": 7, "watch": {"version": 0, "strange": []}})
+        run.step(loss=1.0)
+        with pytest.raises(trackbridge.TrackbridgeError, match="no 'step'"):
+            run.load_state_dict({"epoch": 3})
+    assert trackbridge.load(run.dir).series("train/loss")[0].tolist() == [7]
+    assert "does not fit" in caplog.text
+
+
+def test_a_run_that_is_being_recorded_cannot_be_resumed(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path, id="busy")
+    run.step(loss=1.0)
+    with pytest.raises(trackbridge.TrackbridgeError, match="is being recorded by process"):
+        trackbridge.init(dir=tmp_path, id="busy", resume="auto")
+    run.finish()
+    trackbridge.init(dir=tmp_path, id="busy", resume="auto").finish()
+
+
+def test_rolling_back_tells_the_second_spike_too(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        for step in range(60):
+            run.step(loss=90.0 if step == 50 else 2.0 + 0.01 * (step % 3))
+            if step == 40:
+                state = run.state_dict()
+        run.load_state_dict(state)
+        for step in range(41, 60):
+            run.step(loss=90.0 if step == 50 else 2.0 + 0.01 * (step % 3))
+    assert [a.step for a in run.anomalies] == [50, 50]
+
+
+def test_sections_given_twice_are_merged(tmp_path: Path) -> None:
+    settings = trackbridge.TrackbridgeConfig(recorder={"before": 4})
+    with trackbridge.init(settings, dir=tmp_path, recorder={"after": 3}) as run:
+        pass
+    kept = trackbridge.load(run.dir).settings["recorder"]
+    assert (kept["before"], kept["after"]) == (4, 3)

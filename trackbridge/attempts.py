@@ -16,6 +16,7 @@ from trackbridge.backends.base import BackendConfig
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import ConfigError
 from trackbridge.history import runs
+from trackbridge.liveness import trainer_alive
 from trackbridge.ranks import Ranks
 from trackbridge.records import RunInfo
 from trackbridge.rundir import Attempt, RunDirectory, RunFile, dumps
@@ -26,7 +27,7 @@ def begin(
 ) -> tuple[RunDirectory, RunInfo]:
     """Create or find the run directory and write ``run.json`` (leader). Raises `ConfigError` with the fix."""
     agreed = _lead(settings, ranks, backends, config) if ranks.leader else None
-    words = json.loads(ranks.agree(agreed) or "null") or {"id": settings.id, "attempt": 0, "start_step": 0}
+    words = json.loads(ranks.agree(agreed) or "")
     directory = RunDirectory(Path(settings.dir) / words["id"])
     if not ranks.leader and not directory.file.exists():
         _create(directory)  # another host without a shared disk
@@ -37,7 +38,7 @@ def begin(
         directory=str(directory.path),
         attempt=words["attempt"],
         start_step=words["start_step"],
-        created=words.get("created", time.time()),
+        created=words["created"],
         tags=settings.tags,
         group=settings.group,
         rank=ranks.rank,
@@ -58,10 +59,16 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
         raise ConfigError(f"there is no run {settings.id!r} in {Path(settings.dir).absolute()} to resume; pass its id and dir")
     _create(directory)
     file = directory.read() if exists else None
+    summary = runs(directory.path)[0] if exists else None
+    if file and summary and summary.status == "running" and trainer_alive(file.attempts[-1]):
+        raise ConfigError(
+            f"run {run_id!r} is being recorded by process {file.attempts[-1].pid} of this host: "
+            "finish it there first, or pass another id"
+        )
     now = time.time()
     attempt = Attempt(
         number=file.attempts[-1].number + 1 if file and file.attempts else 0,
-        start_step=runs(directory.path)[0].step + 1 if exists else 0,
+        start_step=summary.step + 1 if summary else 0,
         time=now,
         pid=os.getpid(),
         host=socket.gethostname(),

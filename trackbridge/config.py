@@ -113,13 +113,15 @@ class TrackbridgeConfig(BaseSettings):
     stream: StreamConfig = StreamConfig()
 
     @classmethod
-    def load(cls, source: str | Path | None = None, **given: Any) -> TrackbridgeConfig:
-        """Merge keyword arguments over a YAML file over the environment. Raises `ConfigError` in one line.
+    def load(cls, source: TrackbridgeConfig | str | Path | None = None, **given: Any) -> TrackbridgeConfig:
+        """Merge keyword arguments over `source` (settings, or a YAML file) over the environment, section by section.
 
-        Keyword arguments equal to None count as not given.
+        Keyword arguments equal to None count as not given. Raises `ConfigError` in one line.
         """
         given = {key: value for key, value in given.items() if value is not None}
-        if source is not None:
+        if isinstance(source, TrackbridgeConfig):
+            given = _merge(source.model_dump(exclude_unset=True, exclude={"backend"}) | {"backend": source.backend}, given)
+        elif source is not None:
             given = _merge(_read_yaml(Path(source)), given)
         try:
             return cls(**given)
@@ -146,6 +148,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_unset=True)
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged

@@ -1,8 +1,9 @@
 """Exceptions, and the one guard between a bug of ours and somebody's training.
 
 Errors that a user can cause are raised on the user's thread, in one line, with the fix in the message. A bug of ours
-inside a hook, a step or a background thread must not stop training: the code runs inside `Part.guarded`, which logs one
-traceback, disables that part and counts. Under pytest and with ``strict=True`` the exception is raised instead.
+inside a hook, a step or a background thread must not stop training: the code runs inside a `Part`, which logs one
+traceback, says that the part is not alive and counts; its owner then leaves it alone. Under pytest and with
+``strict=True`` the exception is raised instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The metric catalogue: every series trackbridge writes, with unit, meaning, formula and source.
 
-Dashboards and docs are generated from this file, and a series that is not described here is not written. Names use
+Dashboards and docs are generated from this file; every series of ours is described here (a test holds them to it). Names use
 ``[A-Za-z0-9_./-]``; a backend that allows less maps them, injectively, inside itself. Module and parameter names are the
 model's own: wrapper prefixes (`WRAPPERS`) are removed.
 """
@@ -34,6 +34,8 @@ class Metric:
 CATALOGUE: tuple[Metric, ...] = (
     Metric("train/loss", "", "training loss of the optimizer step", "mean over micro-batches, weighted by tokens", "", "lower"),
     Metric("train/loss/<part>", "", "one term of a loss given as a dict"),
+    Metric("train/sample_loss_max", "", "largest loss of one sample in the step"),
+    Metric("train/sample_loss_argmax", "", "its row, counted over the step's micro-batches"),
     Metric("train/lr", "", "learning rate of the first parameter group"),
     Metric("train/lr/<group>", "", "learning rate of each further parameter group"),
     Metric("train/loss_scale", "", "GradScaler's scale"),

@@ -1,7 +1,8 @@
 """Where a run came from: code, packages, hardware, and the switches that change floating-point results.
 
-`collect` is called once at `init` on the user's thread and takes a fraction of a second. Everything in it is JSON. What
-cannot be found out is absent. Secrets are redacted; of the environment only variables that matter to numerics are read.
+`collect` is called once, at the first `watch`, on the user's thread, and takes a fraction of a second. Everything in it is
+JSON. What cannot be found out is absent. Secrets are redacted; of the environment only variables that matter to numerics
+are read.
 """
 
 from __future__ import annotations

@@ -46,11 +46,9 @@ class Ranks:
             return value
         dist = _initialised()
         if dist is None:
-            if value is not None:
-                return value
             raise UsageError(
-                f"world size is {self.world_size} but torch.distributed is not initialised: call init_process_group "
-                "before trackbridge.init, or pass the same id= on every rank"
+                f"world size is {self.world_size} but torch.distributed is not initialised: "
+                "call init_process_group before trackbridge.init"
             )
         store = dist.distributed_c10d._get_default_store()
         key = f"trackbridge/{next(_inits)}"

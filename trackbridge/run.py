@@ -1,7 +1,8 @@
 """`init` and `Run`: the composition root. The only module that knows both ends.
 
 Everything a `Run` does on the training thread is bounded and free of host synchronisation; what takes longer is handed to the
-scribe. Errors that the user can cause are raised on the first step; a bug of ours after that is logged once and switched off.
+scribe (`log_artifact` is the exception: it copies where it is called). Errors that the user can cause are raised on the
+first call; a bug of ours after that is logged once and switched off.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge import attempts, names, provenance, redact
+from trackbridge import attempts, hostcopy, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
 from trackbridge.batches import Feed, Fetch, LoaderBook
@@ -38,7 +39,7 @@ from trackbridge.ranks import Ranks
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
-from trackbridge.scalars import losses, scalar
+from trackbridge.scalars import count, losses, scalar, whole
 from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import Sealer
 from trackbridge.shipping.cursor import first_free_seq
@@ -82,25 +83,11 @@ def init(
         MissingExtraError: a requested backend's package is not installed.
         UsageError: the ranks do not agree.
     """
-    base: str | Path | None = None
-    if isinstance(settings, TrackbridgeConfig):
-        sections = {**{key: getattr(settings, key) for key in settings.model_fields_set}, **sections}
-    else:
-        base = settings
-    merged = TrackbridgeConfig.load(
-        base,
-        **{
-            **sections,
-            **{
-                key: value
-                for key, value in {
-                    "backend": backend, "project": project, "name": name, "dir": dir, "id": id,
-                    "resume": resume, "tags": tags, "group": group,
-                }.items()
-                if value is not None
-            },
-        },
-    )  # fmt: skip
+    named_settings = {
+        "backend": backend, "project": project, "name": name, "dir": dir, "id": id,
+        "resume": resume, "tags": tags, "group": group,
+    }  # fmt: skip
+    merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
     backends = resolve(merged.backend)
     ranks = Ranks.current()
     directory, info = attempts.begin(merged, ranks, backends, config or {})
@@ -131,7 +118,8 @@ class Run:
         self._part = Part("the run", strict=settings.strict)
         self._feeding = Part("batch recording", strict=settings.strict)
         self._book = LoaderBook()
-        self._first = True
+        self._watching = False
+        self._accepted: set[str] = set()  # public methods that were called as they should be
         self._complained = False
         self._ended = False
         self._rows_dropped = 0
@@ -231,12 +219,19 @@ class Run:
             if not hasattr(value, "state_dict"):
                 raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
         self._instruments.attach(models, optimizers, scaler)
+        self._host.devices = {parameter.device for module in models.values() for parameter in module.parameters()}
         if self._recorder is not None:
             self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
-        if auto_step and self._auto is None:
-            self._auto = AutoStep(self._auto_step, models, optimizers)
-        self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
-        self._pace.begin()
+        if self._auto is not None:
+            self._auto.remove()
+        self._auto = None
+        if auto_step:
+            part = Part("auto_step", strict=self._settings.strict)
+            self._auto = AutoStep(self._auto_step, models, optimizers, part)
+        if not self._watching:
+            self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
+            self._pace.begin()
+        self._watching = True
 
     def batches(self, loader: Iterable[T], *, skip: SkipPlan | None = None, epoch: int | None = None) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
@@ -276,14 +271,11 @@ class Run:
         """
         if self._inert() or not self._part.alive:
             return
-        try:
-            value = scalar("loss", loss)
-        except UsageError as error:
-            self._misused(error)
-            return
-        with self._part:
-            self._pace.consumed(tokens or 0, samples or 0)
-            self._instruments.micro(value, tokens, sample_loss)
+        with self._used("micro"):
+            value, tokens_read, samples_read = scalar("loss", loss), count("tokens", tokens), count("samples", samples)
+            with self._part:
+                self._pace.consumed(tokens_read or 0.0, samples_read or 0.0)
+                self._instruments.micro(value, tokens_read, sample_loss)
 
     def step(
         self,
@@ -315,26 +307,25 @@ class Run:
         """
         if self._inert() or not self._part.alive:
             return []
-        try:
+        given: dict[str, Tensor | float] = {}
+        consumed: tuple[float | None, float | None] = (None, None)
+        number = self._step
+        with self._used("step"):  # where it goes wrong, the step closes without these
+            number = number if step is None else whole("step", step)
+            consumed = count("tokens", tokens), count("samples", samples)
             given = losses(loss)
             if grad_norm is not None:
                 given["grad/norm"] = scalar("grad_norm", grad_norm)
-        except UsageError as error:
-            self._misused(error)
-            given = {}
         with self._part:
-            self._close_step(
-                self._step if step is None else int(step), given, tokens, samples, skipped, batch, batch_index, sample_ids
-            )
-        self._first = False
+            self._close_step(number, given, *consumed, skipped, batch, batch_index, sample_ids)
         return self._scribe.news()
 
     def _close_step(
         self,
         number: int,
         given: Mapping[str, Tensor | float],
-        tokens: int | None,
-        samples: int | None,
+        tokens: float | None,
+        samples: float | None,
         skipped: bool | None,
         batch: Any,
         batch_index: int | None,
@@ -361,6 +352,7 @@ class Run:
         slot = self._instruments.close(number)
         if slot is None:
             self._rows_dropped += 1
+            self._scribe.contexts_dropped += context is not None
         else:
             self._scribe.submit_step(number, time.time(), slot, host, context)
         self._step = number + 1
@@ -395,33 +387,44 @@ class Run:
         if self._inert():
             yield
             return
-        self._pace.pause()
-        self._instruments.pause()
-        if self._recorder is not None:
-            self._recorder.pause()
+        with self._part:
+            self._pace.pause()
+            self._instruments.pause()
+            if self._recorder is not None:
+                self._recorder.pause()
         try:
             yield
         finally:
-            if self._recorder is not None:
-                self._recorder.resume()
-            self._instruments.resume()
-            self._pace.resume(f"perf/paused_s/{names.legal(what)}")
+            with self._part:
+                if self._recorder is not None:
+                    self._recorder.resume()
+                self._instruments.resume()
+                self._pace.resume(f"perf/paused_s/{names.legal(what)}")
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
-        """Your own scalars, at `step` (default: the newest closed step). Tensors are read later, off this thread."""
+        """Your own scalars, at `step` (default: the newest closed step). Tensors are copied here and read later, elsewhere.
+
+        Raises `UsageError` on the first call only, for a value that is no scalar.
+        """
         if self._inert():
             return
-        clean: dict[str, Any] = {}
-        for name, value in values.items():
-            clean[names.legal(name)] = value.detach() if isinstance(value, Tensor) else scalar(name, value)
-        at = max(self._step - 1, self._info.start_step) if step is None else int(step)
-        self._scribe.submit(Logged(at, time.time(), clean))
+        with self._used("log"):
+            given = {names.legal(str(name)): scalar(str(name), value) for name, value in values.items()}
+            at = max(self._step - 1, 0) if step is None else whole("step", step)
+            with self._part:
+                numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+                tensors = hostcopy.copy({name: value for name, value in given.items() if isinstance(value, Tensor)})
+                self._scribe.submit(Logged(at, time.time(), numbers, tensors))
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
-        """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it."""
+        """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it.
+
+        Raises `UsageError` on the first call only, for a path that cannot be read.
+        """
         if self._inert():
             return
-        self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))
+        with self._used("log_artifact"):
+            self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell the record that a checkpoint of the state after `step` steps is at `path`."""
@@ -443,8 +446,10 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: step number, token count and the detectors' baselines."""
-        self._step = int(state["step"])
+        """Go on from `state`: step number, token count and the detectors' baselines. Raises `UsageError` if it is not one."""
+        if "step" not in state:
+            raise UsageError("this is not a state that run.state_dict() made: it has no 'step'")
+        self._step = whole("step", state["step"])
         self._pace.tokens = float(state.get("tokens", 0.0))
         watch, step = state.get("watch"), self._step
         self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
@@ -459,22 +464,27 @@ class Run:
         if self._inert():
             return self._report or FinishReport({}, True, self.dir)
         self._ended = True
-        if self._auto is not None:
-            self._auto.remove()
         atexit.unregister(self._at_exit)
         deadline = time.monotonic() + timeout
+        end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(error) if error else None)
+        closed, unshipped = False, {}
+        with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
+            closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1))
+        with Part("detaching from the model", strict=self._settings.strict):
+            self._detach()
+        with Part("waiting for delivery", strict=self._settings.strict):
+            unshipped = self._delivery.wait(deadline)
+        self._report = FinishReport(unshipped, closed, self.dir)
+        if not self._report:
+            logger.warning("%s", self._report)
+        return self._report
+
+    def _detach(self) -> None:
+        if self._auto is not None:
+            self._auto.remove()
         self._instruments.detach()
         if self._recorder is not None:
             self._recorder.detach()
-        end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(error) if error else None)
-        closed = False
-        with Part("closing the run", strict=self._settings.strict):
-            closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1))
-        unshipped = self._delivery.wait(deadline)
-        self._report = FinishReport(unshipped, closed, self.dir)
-        if unshipped or not closed:
-            logger.warning("%s", self._report)
-        return self._report
 
     def __enter__(self) -> Run:
         return self
@@ -498,13 +508,19 @@ class Run:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""
         return self._ended or os.getpid() != self._pid
 
-    def _misused(self, error: UsageError) -> None:
-        """Raise in the first step; later say it once, leave the value out and let training go on."""
-        if self._first:
-            raise error
-        if not self._complained:
-            logger.warning("trackbridge: %s; such values are left out from now on", error)
-        self._complained = True
+    @contextmanager
+    def _used(self, method: str) -> Iterator[None]:
+        """Misuse raises on the first call of `method`; later it is said once, the values are left out and training goes on."""
+        try:
+            yield
+        except UsageError as error:
+            if method not in self._accepted:
+                raise
+            if not self._complained:
+                logger.warning("trackbridge: %s; such values are left out from now on", error)
+            self._complained = True
+        else:
+            self._accepted.add(method)
 
     def _auto_step(self, loss: Tensor | None, batch: Any) -> None:
         for anomaly in self.step(loss, batch=batch):

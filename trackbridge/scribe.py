@@ -1,7 +1,7 @@
 """The one host thread between training and the journal: slot -> row -> detectors -> journal.
 
-The training thread hands over items through a queue and never waits. Each part that may break (the recorder's packing, the
-detectors, the sealer) is guarded on its own, so that a bug in one of them still leaves the rows.
+The training thread hands over items through a queue and never waits. Each part that may break (a probe, the recorder's packing,
+the detectors, the sealer) is guarded on its own, so that a bug in one of them still leaves the rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trackbridge.detectors import Watch
 from trackbridge.errors import Part
+from trackbridge.hostcopy import HostCopy
 from trackbridge.journal import JournalWriter
 from trackbridge.probes import Instruments
 from trackbridge.probes.base import BoolArray
@@ -28,6 +30,8 @@ from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema
 from trackbridge.rundir import RunDirectory
 from trackbridge.sealer import Sealer
 from trackbridge.slab import Slot
+
+IntArray = npt.NDArray[np.int64]
 
 logger = logging.getLogger("trackbridge")
 
@@ -45,11 +49,12 @@ class ClosedStep:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What `run.log` hands over; values are floats or 0-d tensors (read here, so that no device is waited for there)."""
+    """What `run.log` hands over: floats, and copies of 0-d tensors on their way to the host."""
 
     step: int
     time: float
-    values: Mapping[str, Any]
+    values: Mapping[str, float]
+    copy: HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Ask:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+MAX_LAYOUTS = 4096
 BACKLOG_BYTES = 256 << 20
 """Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
 
@@ -94,7 +100,7 @@ class Scribe:
         self._attempt = attempt
         self._sealer = seal(self._sealed) if seal else None
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._schemas: dict[tuple[Any, ...], Schema] = {}
+        self._layouts: dict[tuple[Any, ...], tuple[Schema, IntArray]] = {}
         self._writing = Part("the journal", strict=strict)
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
@@ -121,12 +127,13 @@ class Scribe:
         self._items.put(ClosedStep(step, when, slot, host, context))
 
     def ask(self, what: Callable[[], Any], timeout: float = 10.0) -> Any:
-        """Run `what` on the scribe's thread after everything submitted so far. Raises `TimeoutError`."""
+        """What `what` returns on the scribe's thread, after everything submitted so far. None if it is late or has ended."""
+        if not self._thread.is_alive():
+            return None
         ask = Ask(what)
         self.submit(ask)
-        if not ask.done.wait(timeout):
-            raise TimeoutError("the scribe is busy")
-        return ask.answer[0]
+        ask.done.wait(timeout)
+        return ask.answer[0] if ask.answer else None
 
     def news(self) -> list[Anomaly]:
         """The anomalies found since the last call."""
@@ -141,16 +148,25 @@ class Scribe:
 
     def resume_watch(self, state: dict[str, Any] | None, step: int) -> None:
         """Go on with the detectors where a checkpoint left them. Call through `ask`."""
-        if self._watch is not None:
-            if state:
+        if self._watch is None or not self._detecting.alive:
+            return
+        if state:
+            try:
                 self._watch.load_state_dict(state)
-            self._watch.note("resume", step)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                logger.warning(
+                    "trackbridge: the checkpoint's detector state does not fit (%s); the bands are learned anew", error
+                )
+        self._watch.note("resume", step)
 
     def close(self, end: RunEnd, timeout: float) -> bool:
-        """Everything submitted so far, open capsules, then `end`, then the journals' last fsync. Bounded; False if late."""
+        """Everything submitted so far, open capsules, then `end`, then the journals' last fsync. Bounded; False if late: then
+        the thread goes on by itself, and `end` is written when it gets there."""
         deadline = time.monotonic() + timeout
-        self.ask(self._finish_watch, timeout)
-        sealed = self._sealer is None or self._sealer.finish(deadline - time.monotonic())
+        last = Ask(self._finish_watch)
+        self.submit(last)
+        drained = last.done.wait(timeout)
+        sealed = drained and (self._sealer is None or self._sealer.finish(max(deadline - time.monotonic(), 0.0)))
         self.submit(end)
         self._items.put(None)
         self._thread.join(max(deadline - time.monotonic(), 0.1))
@@ -175,9 +191,7 @@ class Scribe:
             case ClosedStep():
                 self._step(item)
             case Logged():
-                names = tuple(item.values)
-                values = np.array([float(value) for value in item.values.values()], dtype=np.float64)
-                self._rows.append(Row(-1, item.step, item.time, self._attempt, self._log_schema(names), values, "log"))
+                self._rows.append(self._logged(item))
             case Ask():
                 try:
                     item.answer.append(item.what())
@@ -187,17 +201,17 @@ class Scribe:
                 self._rows.append(item)
 
     def _step(self, item: ClosedStep) -> None:
-        reading = self._instruments.read(item.slot)
-        values, present = reading.values()
-        schema = self._schema(reading, present, tuple(item.host))
-        host = np.fromiter(item.host.values(), np.float64, len(item.host))
-        row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values[present])))
-        self._rows.append(row)
         if item.context is not None:
             self._handled_bytes += item.context.nbytes
-            if self._recorder is not None and self._recording.alive:
-                with self._recording:
-                    self._contexts.append(self._recorder.pack(item.context))
+        reading = self._instruments.read(item.slot)
+        values, present = reading.values()
+        schema, places = self._layout(reading, present, tuple(item.host))
+        host = np.fromiter(item.host.values(), np.float64, len(item.host))
+        row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values))[places])
+        self._rows.append(row)
+        if self._recorder is not None and item.context is not None and self._recording.alive:
+            with self._recording:
+                self._contexts.append(self._recorder.pack(item.context))
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.update(row):
@@ -205,23 +219,35 @@ class Scribe:
                 if self._sealer is not None:
                     self._sealer.advance(item.step)
 
-    def _schema(self, reading: Reading, present: BoolArray, host: tuple[str, ...]) -> Schema:
-        """One `Schema` object per set of names, so that the journal and the detectors can key on it. The names are those of
-        the reading's own session: the user may have watched other objects since."""
-        key = (reading.session, present.tobytes(), host)
-        if key not in self._schemas:
-            names = (name for name, here in zip(reading.session.series, present, strict=False) if here)
-            self._schemas[key] = Schema((*host, *names))
-        return self._schemas[key]
+    def _layout(self, reading: Reading, present: BoolArray, host: tuple[str, ...]) -> tuple[Schema, IntArray]:
+        """The schema of a row, and where its values are in (host, reading). One `Schema` object per set of names, so that
+        the journal and the detectors can key on it.
 
-    def _log_schema(self, names: tuple[str, ...]) -> Schema:
-        return self._schemas.setdefault(names, Schema(names))
+        The names are those of the reading's own session: the user may have watched other objects since. What the user
+        gave wins over what a probe measured under the same name (a gradient norm, a loss).
+        """
+        key = (reading.session, present.tobytes(), host)
+        if key not in self._layouts:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()  # those of sessions that are gone, most of all
+            series = reading.session.series
+            found = {series[place]: len(host) + place for place in np.flatnonzero(present).tolist()}
+            found = {**dict.fromkeys(host), **found} | {name: place for place, name in enumerate(host)}
+            self._layouts[key] = Schema(tuple(found)), np.fromiter(found.values(), np.int64, len(found))
+        return self._layouts[key]
+
+    def _logged(self, item: Logged) -> Row:
+        item.copy.wait()
+        values = {**item.values, **{name: float(value) for name, value in item.copy.leaves.items()}}
+        names = tuple(values)
+        schema, _ = self._layouts.setdefault(names, (Schema(names), np.arange(len(names))))
+        return Row(-1, item.step, item.time, self._attempt, schema, np.array(list(values.values()), np.float64), "log")
 
     def _tell(self, anomaly: Anomaly) -> None:
         """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""
         known = self.latest.get(anomaly.id)
         if known is not None:
-            anomaly = anomaly.updated(capsule=known.capsule)
+            anomaly = anomaly.updated(capsule=known.capsule, hypotheses=known.hypotheses)
         elif self._sealer is not None:
             anomaly = self._sealer.consider(anomaly)
         self.latest[anomaly.id] = anomaly
@@ -241,7 +267,17 @@ class Scribe:
         if error is not None:
             logger.warning("trackbridge: the capsule of step %d could not be sealed: %s", anomaly.step, error)
             return
-        from trackbridge.seal import artifact_for
+        self.submit(Ask(lambda: self._deliver(anomaly)))
+
+    # scribe thread again
+
+    def _deliver(self, anomaly: Anomaly) -> None:
+        """A capsule is ready: tell what its diagnosis found, and hand it to the trackers."""
+        from trackbridge.seal import artifact_for, hypotheses_in
 
         latest = self.latest.get(anomaly.id, anomaly)
-        self.submit(artifact_for(self._directory.path, latest, self._directory.path / (latest.capsule or "")))
+        capsule = self._directory.path / (latest.capsule or "")
+        latest = latest.updated(hypotheses=hypotheses_in(capsule))
+        self.latest[latest.id] = latest
+        self._rows.append(latest)
+        self._rows.append(artifact_for(self._directory.path, latest, capsule))

@@ -26,7 +26,7 @@ from trackbridge.config import RecorderConfig
 from trackbridge.coverage import RankRecord, Window
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError
 from trackbridge.journal import JournalReader
-from trackbridge.records import Anomaly, Artifact
+from trackbridge.records import Anomaly, Artifact, Hypothesis
 from trackbridge.rundir import RunDirectory, RunFile
 
 KIND = "spike-capsule"
@@ -90,6 +90,11 @@ def artifact_for(run_dir: str | Path, anomaly: Anomaly, capsule_path: Path) -> A
             "tier": manifest.tier,
         },
     )
+
+
+def hypotheses_in(capsule_path: Path) -> tuple[Hypothesis, ...]:
+    """What the diagnosis of a sealed capsule found, ranked."""
+    return capsules.parse_manifest(untrusted.read_json(capsule_path / capsules.MANIFEST)).anomaly.hypotheses
 
 
 def _find(directory: RunDirectory, anomaly_id: str) -> Anomaly:

@@ -7,6 +7,7 @@ second. So it runs as ``python -m trackbridge.seal`` and reads only the run dire
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -26,6 +27,9 @@ logger = logging.getLogger("trackbridge")
 
 SEALED_KINDS = ("spike", "nonfinite", "divergence", "shift")
 """Anomalies that get a capsule. Slow ones (drift, plateau) have no step that a replay could explain."""
+
+
+SEAL_SECONDS = 600.0
 
 
 @dataclass(slots=True)
@@ -123,17 +127,34 @@ class Sealer:
             capsules[capsule.anomaly.id] = capsule
         if not capsules:
             return
-        command = [sys.executable, "-m", "trackbridge.seal", str(self._directory.path), *capsules]
+        sealed: set[str] = set()
+        complaints = ""
+        try:
+            printed, complaints = self._child_says(
+                [sys.executable, "-m", "trackbridge.seal", str(self._directory.path), *capsules]
+            )
+            sealed = {line.split("\t")[0] for line in printed.splitlines()}
+        except (OSError, subprocess.SubprocessError) as error:
+            complaints = str(error)
+        finally:
+            for name, capsule in capsules.items():
+                self._contexts.release(self._hold(capsule.first))
+                self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
+                capsule.done.set()
+
+    def _child_says(self, command: list[str]) -> tuple[str, str]:
+        """Run the child. It has its own session: Ctrl-C is the trainer's; and it imports nothing from the folder we run in."""
         self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
-        printed, complaints = self._child.communicate()
-        self._child = None
-        sealed = {line.split("\t")[0] for line in printed.splitlines()}
-        for name, capsule in capsules.items():
-            self._contexts.release(self._hold(capsule.first))
-            self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
-            capsule.done.set()
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True, env={**os.environ, "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+        try:
+            return self._child.communicate(timeout=SEAL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return self._child.communicate()
+        finally:
+            self._child = None
 
     def _hold(self, first: int) -> int:
         """The oldest step whose context a capsule that starts at `first` may need: its snapshot is older still."""

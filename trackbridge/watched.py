@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge.errors import UsageError
+from trackbridge.errors import Part, UsageError
+from trackbridge.probes.base import Inert
 
 T = TypeVar("T")
 
@@ -34,7 +36,8 @@ class AutoStep:
     """Closes the step when the last optimizer steps; takes the batch from the model's inputs and the loss from its output.
 
     The loss is the output itself when it is a scalar, its ``loss`` attribute or item, or the first element of a tuple when
-    that is a scalar; otherwise the step has no loss. Hooks live in `handles`; `remove` takes them off.
+    that is a scalar; otherwise the step has no loss. With gradient accumulation it is the last micro-batch's: use `Run.micro`
+    there. Inside a compiled region nothing is seen, and a step that a GradScaler skips is not closed.
     """
 
     def __init__(
@@ -42,35 +45,68 @@ class AutoStep:
         close: Callable[[Tensor | None, Any], None],
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
+        part: Part,
     ) -> None:
         if not optimizers:
             raise UsageError("auto_step=True needs the optimizer: watch(model, optimizer, auto_step=True)")
         self._close = close
+        self._part = part
         self._loss: Tensor | None = None
         self._batch: Any = None
         root = next(iter(models.values()))
         last = list(optimizers.values())[-1]
         self._handles = [
-            root.register_forward_pre_hook(self._before, with_kwargs=True),
-            root.register_forward_hook(self._after),
-            last.register_step_post_hook(self._stepped),
+            root.register_forward_pre_hook(_Before(self, root), with_kwargs=True),
+            root.register_forward_hook(_After(self, root)),
+            last.register_step_post_hook(_Stepped(self)),
         ]
 
     def remove(self) -> None:
+        self._loss = self._batch = None
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training:
-            self._batch = {"args": args, "kwargs": kwargs}
+    def before(self, batch: Any) -> None:
+        self._batch = batch
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training:
+    def after(self, output: Any) -> None:
+        with self._part:
             self._loss = loss_of(output)
 
-    def _stepped(self, *_: Any) -> None:
+    def stepped(self) -> None:
         loss, batch, self._loss, self._batch = self._loss, self._batch, None, None
         self._close(loss, batch)
+
+
+class _Hook(Inert):
+    """Of one model only: silent in its copies and while torch.compile traces."""
+
+    def __init__(self, auto: AutoStep, model: nn.Module) -> None:
+        self.auto = auto
+        self.model = id(model)
+
+    def sees(self, module: nn.Module) -> bool:
+        return not torch.compiler.is_compiling() and id(module) == self.model and module.training and torch.is_grad_enabled()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.sees(module):
+            self.auto.before({"args": args, "kwargs": kwargs})
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.sees(module):
+            self.auto.after(output)
+
+
+class _Stepped(Inert):
+    def __init__(self, auto: AutoStep) -> None:
+        self.auto = auto
+
+    def __call__(self, *_: Any) -> None:
+        self.auto.stepped()
 
 
 def loss_of(output: Any) -> Tensor | None:

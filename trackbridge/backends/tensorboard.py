@@ -186,8 +186,8 @@ class TensorboardBackend:
     def _start_attempt(self, record: Row | RunEnd) -> None:
         """From here on what is written belongs to the attempt of `record`: a new file, which says what it replaces."""
         first_step = self._run.start_step
-        if isinstance(record, Row) and record.attempt != self._run.attempt:  # an older attempt, delivered late
-            first_step = record.step
+        if isinstance(record, Row):  # an attempt may begin before `start_step`: from an older checkpoint, or delivered late
+            first_step = record.step if record.attempt != self._run.attempt else min(first_step, record.step)
         before, self._attempt = self._attempt, record.attempt
         self._let_go()
         try:

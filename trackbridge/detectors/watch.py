@@ -58,6 +58,7 @@ class Watch:
         self._skipped = -1.0
         self._told_skips: set[int] = set()
         self._resumed = -1
+        self._ids: set[str] = set()  # outlives `load_state_dict`: a loop that rolls back may see a step twice
         self._columns()
 
     def note(self, event: str, step: int) -> None:
@@ -189,13 +190,23 @@ class Watch:
         bar = float(self.detector.units.bar[v.index])
         return v.score < _AGAIN * bar
 
+    def _name_it(self, row: Row, kind: str) -> str:
+        """An id that this process has not given before."""
+        plain = f"{row.attempt}-{row.step}-{kind}"
+        name, again = plain, 1
+        while name in self._ids:
+            again += 1
+            name = f"{plain}-{again}"
+        self._ids.add(name)
+        return name
+
     def _open_episode(self, row: Row, key: str, v: Verdict, verdicts: list[Verdict]) -> list[Anomaly]:
         kind = "spike" if key == "excursion" else "drift"
         first = self._periods.beat(v.onset) if key == "excursion" else None
         if first is not None and first in self._groups:
             return self._reopen(self._groups[first])
         anomaly = Anomaly(
-            id=f"{row.attempt}-{row.step}-{kind}", kind=kind, step=row.step, onset=v.onset,
+            id=self._name_it(row, kind), kind=kind, step=row.step, onset=v.onset,
             severity=severity(kind, v.score), series=self._name(v), value=v.value, expected=v.expected, score=v.score,
             attempt=row.attempt, time=row.time, notes=self._notes(row.step),
         )  # fmt: skip
