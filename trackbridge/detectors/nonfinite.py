@@ -43,8 +43,8 @@ def broken(row: Row, counts: IntArray, only: IntArray | None) -> BoolArray:
     return bad
 
 
-def begin(row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tuple[str, ...]) -> Episode:
-    """The event that starts with this row. It is named after the loss if that is affected, else the gradient norm, else the
+def begin(name: str, row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tuple[str, ...]) -> Episode:
+    """The event `name` that starts with this row. It is told by the loss if that is affected, else the gradient norm, else the
     first series affected in the order of the row."""
     names = row.schema.names
 
@@ -53,7 +53,7 @@ def begin(row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tup
 
     head = min(np.flatnonzero(bad).tolist(), key=rank)
     anomaly = Anomaly(
-        id=f"{row.attempt}-{row.step}-nonfinite", kind="nonfinite", step=row.step, onset=row.step, severity=1.0,
+        id=name, kind="nonfinite", step=row.step, onset=row.step, severity=1.0,
         series=names[head], value=float(row.values[head]), expected=expected(names[head]), score=math.inf,
         attempt=row.attempt, time=row.time, notes=notes,
     )  # fmt: skip

@@ -156,7 +156,9 @@ class Watch:
             return [episode.refreshed(recovered_after=row.step - episode.anomaly.onset)]
         fresh = episode is None
         if episode is None:
-            episode = self._open["nonfinite"] = nonfinite.begin(row, bad, self._expected, self._notes(row.step))
+            episode = self._open["nonfinite"] = nonfinite.begin(
+                self._name_it(row, "nonfinite"), row, bad, self._expected, self._notes(row.step)
+            )
             episode.join(self._precursors(row.step))
         if row.step <= episode.anomaly.step + self.settings.cascade_steps:
             episode.join((row.schema.names[i], row.step, i) for i in np.flatnonzero(bad).tolist())
