@@ -217,3 +217,15 @@ def test_a_checkpoint_around_blocks_with_the_hook_inside() -> None:
         model(batch(step)).sum().backward()
         lab.close()
         assert set(lab.last.values()) == {1}
+
+
+def test_a_second_instance_of_a_compiled_class_has_values_or_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    whole_module(Stack())(batch()).sum().backward()
+    model = Stack()
+    run = whole_module(model)
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        lab = Lab(run, sgd(model))
+        for step in range(4):
+            run(batch(step)).sum().backward()
+            found = lab.close()
+    assert acts(found, "mean") or any("compiled" in record.getMessage() for record in caplog.records)
