@@ -29,6 +29,26 @@ print("RUN", run.id, flush=True)
 dist.barrier()
 """
 
+SHARDED = """
+import sys, torch, torch.distributed as dist
+import trackbridge
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+run = trackbridge.init(dir=sys.argv[1])
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.watch(model, optimizer)
+for step in range(2):
+    loss = model(torch.full((2, 4), 1.0 + step)).mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    run.step(loss=loss)
+run.finish()
+dist.barrier()
+"""
+
 LONELY = """
 import torch.distributed as dist, trackbridge, sys
 from trackbridge.ranks import Ranks
@@ -61,6 +81,16 @@ def test_two_ranks_make_one_run(tmp_path: Path) -> None:
     record = trackbridge.load(tmp_path / "runs" / ids.pop())
     assert record.series("train/loss")[0].tolist() == [0, 1, 2]
     assert sorted(p.name for p in record.path.glob("rank-*")) == ["rank-0000", "rank-0001"]
+
+
+def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
+    import trackbridge
+
+    torchrun(tmp_path, SHARDED, str(tmp_path / "runs"))
+    names = trackbridge.load(tmp_path / "runs").names
+    assert "train/loss" in names and "layer/0.weight/grad_norm_local" in names
+    whole = [name for name in names if name.startswith(("layer/", "grad/", "param/")) and not name.endswith("_local")]
+    assert whole == []
 
 
 def test_a_rank_that_does_not_take_part(tmp_path: Path) -> None:

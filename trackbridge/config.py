@@ -47,7 +47,7 @@ class RecorderConfig(Section):
     snapshot_bytes: int = Field(2048 * MiB, ge=0, description="host memory for snapshots; larger models get none")
     before: int = Field(8, ge=0, description="steps before the onset in a capsule, at least")
     after: int = Field(8, ge=0, description="steps after the anomaly in a capsule")
-    max_capsules: int = Field(20, ge=0, description="capsules per run; the most severe survive")
+    max_capsules: int = Field(20, ge=0, description="capsules per attempt; the first ones get one")
     upload_batches: bool = Field(False, description="let raw batches leave this disk with the capsule")
 
 

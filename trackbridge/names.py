@@ -15,6 +15,8 @@ LAYER = "layer/"
 ACT = "act/"
 STEP = "trackbridge/step"
 SEQ = "trackbridge/seq"
+LOCAL = "_local"
+"""Suffix of a series that is of this rank's shards only: what one rank cannot know is never shown as global."""
 ATTEMPT = "trackbridge/attempt"
 NONFINITE = "nonfinite/"
 
@@ -94,6 +96,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("trackbridge/seq", "", "number of the journal record this row came from"),
     Metric("trackbridge/attempt", "", "0 at first, one more with each resume"),
     Metric("trackbridge/rows_dropped", "rows", "rows lost because the scribe could not keep up"),
+    Metric("trackbridge/rows_lost", "rows", "rows that the disk did not take"),
     Metric("trackbridge/contexts_dropped", "steps", "step contexts (RNG states, batches) lost because the scribe fell behind"),
     Metric("trackbridge/overhead_share", "", "our measured share of the training thread's step time", "", "", "lower"),
     Metric("trackbridge/lag_rows", "rows", "records this tracker is behind the journal"),
@@ -127,6 +130,7 @@ def is_wide(name: str) -> bool:
 
 def describe(name: str) -> Metric | None:
     """The catalogue entry of a series, families included; None for a user's own series."""
+    name = name.removesuffix(LOCAL)
     for metric in CATALOGUE:
         if metric.name == name or ("<" in metric.name and _pattern(metric.name).fullmatch(name)):
             return metric

@@ -347,8 +347,7 @@ class Run:
             context = self._recorder.close_step(number, batch=batch, batch_index=batch_index, sample_ids=sample_ids)
         if self._rows_dropped:
             host["trackbridge/rows_dropped"] = float(self._rows_dropped)
-        if self._scribe.contexts_dropped:
-            host["trackbridge/contexts_dropped"] = float(self._scribe.contexts_dropped)
+        host.update(self._scribe.losses)
         slot = self._instruments.close(number)
         if slot is None:
             self._rows_dropped += 1

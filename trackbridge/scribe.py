@@ -22,6 +22,7 @@ from trackbridge.detectors import Watch
 from trackbridge.errors import Part
 from trackbridge.hostcopy import HostCopy
 from trackbridge.journal import JournalWriter
+from trackbridge.names import LOCAL
 from trackbridge.probes import Instruments
 from trackbridge.probes.base import BoolArray
 from trackbridge.probes.session import Reading
@@ -142,6 +143,12 @@ class Scribe:
             found.append(self._fresh.popleft())
         return found
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """Series of what was lost so far; empty when nothing was."""
+        lost = {"trackbridge/rows_lost": self._rows.rows_lost, "trackbridge/contexts_dropped": self.contexts_dropped}
+        return {name: float(number) for name, number in lost.items() if number}
+
     def watch_state(self) -> dict[str, Any]:
         """The detectors' state, for the user's checkpoint. Call through `ask`."""
         return self._watch.state_dict() if self._watch is not None else {}
@@ -230,7 +237,8 @@ class Scribe:
         if key not in self._layouts:
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()  # those of sessions that are gone, most of all
-            series = reading.session.series
+            local = reading.session.local_series
+            series = [f"{name}{LOCAL}" if name in local else name for name in reading.session.series]
             found = {series[place]: len(host) + place for place in np.flatnonzero(present).tolist()}
             found = {**dict.fromkeys(host), **found} | {name: place for place, name in enumerate(host)}
             self._layouts[key] = Schema(tuple(found)), np.fromiter(found.values(), np.int64, len(found))

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab
+from tests.probes.test_activations import Stack
 from tests.probes.test_gradients import layer
 
 WORLD = 2
@@ -44,12 +45,16 @@ def one_step(
     optimizer.step()
     slot = lab.instruments.close(0)
     assert slot is not None
-    reading = lab.instruments.read(slot)
-    ranks = [torch.empty(len(reading.numbers), dtype=torch.float64) for _ in range(WORLD)]
-    dist.all_gather(ranks, torch.from_numpy(reading.numbers))
-    merged = reading.merged([numbers.numpy() for numbers in ranks])
-    local = sorted(lab.instruments.local_series)
-    return present(lab, reading), present(lab, merged), local
+    return merged_over_ranks(lab, lab.instruments.read(slot))
+
+
+def merged_over_ranks(lab: Lab, reading: Any) -> tuple[dict[str, float], dict[str, float], list[str]]:
+    ranks = [reading.numbers]
+    if dist.is_initialized():
+        gathered = [torch.empty(len(reading.numbers), dtype=torch.float64) for _ in range(WORLD)]
+        dist.all_gather(gathered, torch.from_numpy(reading.numbers))
+        ranks = [numbers.numpy() for numbers in gathered]
+    return present(lab, reading), present(lab, reading.merged(ranks)), sorted(lab.instruments.local_series)
 
 
 def present(lab: Lab, reading: Any) -> dict[str, float]:
@@ -92,6 +97,41 @@ def tensor_parallel() -> Any:
     return one_step(net, data(), clip=False)
 
 
+def stack_alone() -> tuple[nn.Module, list[Tensor]]:
+    micro = [torch.randint(0, 16, (2 * WORLD, 5), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    return Stack(), micro
+
+
+def stack() -> Any:
+    """What people really run: FSDP2 over checkpointed blocks, each compiled, bf16 autocast, gradient accumulation."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+
+    net, micro = stack_alone()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = checkpoint_wrapper(block)
+        net.blocks[number].compile(backend="aot_eager")
+        fully_shard(net.blocks[number])
+    return accumulate(fully_shard(net), [mine(x) for x in micro])
+
+
+def accumulate(net: nn.Module, micro: list[Tensor]) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    lab = Lab(net, optimizer)
+    for step in range(2):
+        for x in micro:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(x).square().mean()
+            loss.backward()
+        lab.instruments.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        slot = lab.instruments.close(step)
+        assert slot is not None
+        reading = lab.instruments.read(slot)
+    return merged_over_ranks(lab, reading)
+
+
 def experts() -> Any:
     """Each rank has its own expert under one name, and nothing says so."""
     net = nn.Linear(4, 1, bias=False)
@@ -112,7 +152,7 @@ def alone() -> Any:
     return lab.close()
 
 
-CASES: list[Callable[[], Any]] = [ddp, fsdp, hybrid, tensor_parallel, experts, alone]
+CASES: list[Callable[[], Any]] = [ddp, fsdp, hybrid, tensor_parallel, stack, experts, alone]
 
 
 def work(rank: int, folder: str) -> None:
@@ -167,6 +207,16 @@ def test_tensor_parallel_shards(rank: int, ranks: list[dict[str, Any]]) -> None:
     _, merged, _ = ranks[rank]["tensor_parallel"]
     wanted = {name: v for name, v in true.items() if name.startswith(("layer/", "grad/", "param/", "optim/exp"))}
     assert {name: v for name, v in merged.items() if name in wanted} == pytest.approx(wanted, rel=2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_the_stack_people_really_run(rank: int, ranks: list[dict[str, Any]]) -> None:
+    net, micro = stack_alone()
+    _, true, _ = accumulate(net, micro)
+    _, merged, _ = ranks[rank]["stack"]
+    assert {name for name in true if name.startswith("act/")} == {name for name in merged if name.startswith("act/")}
+    assert layer(merged).keys() == layer(true).keys()
+    assert numbers(merged) == pytest.approx(numbers(true), rel=0.05, abs=2e-3)
 
 
 def test_data_parallel_ranks_know_the_whole_without_merging(ranks: list[dict[str, Any]], single: dict[str, float]) -> None:

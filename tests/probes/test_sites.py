@@ -78,6 +78,7 @@ def test_a_model_without_blocks_has_its_children() -> None:
     assert sites(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))) == ["0", "1", "2"]
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "heads": nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])})
     assert sites(model) == ["body", "heads.0", "heads.1"]
+    assert sites(nn.ModuleDict({"scales": nn.ParameterList([torch.ones(2)]), "body": nn.Linear(4, 4)})) == ["body"]
 
 
 def test_a_lone_layer() -> None:

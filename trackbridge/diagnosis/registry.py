@@ -35,7 +35,7 @@ RuleFunction: TypeAlias = Callable[[View, Case], None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is the hypothesis; `intervention` the replay change that would test it (`trackbridge replay --try`)."""
+    """`name` is the hypothesis; `intervention` the change to a replay that would test it."""
 
     name: str
     intervention: str

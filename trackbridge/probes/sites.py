@@ -13,6 +13,7 @@ from trackbridge.errors import ConfigError, nearest
 
 Named = tuple[str, nn.Module]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+NEVER_RUN = (*CONTAINERS, nn.ParameterList, nn.ParameterDict)
 
 
 def choose(model: nn.Module, config: ActivationsConfig) -> list[Named]:
@@ -102,7 +103,7 @@ def _matching(model: nn.Module, patterns: list[str]) -> list[Named]:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and not isinstance(module, (nn.Identity, *CONTAINERS))
+    return not any(True for _ in module.children()) and not isinstance(module, (nn.Identity, *NEVER_RUN))
 
 
 def _inner(module: nn.Module) -> nn.Module:
