@@ -265,7 +265,35 @@ def test_compiled_with_inductor(mode: str | None, way: str) -> None:
             graphs = counters["stats"]["unique_graphs"]
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == graphs
-    print(way, mode, dict(counters["inductor"]).get("cudagraph_skips"))
+
+
+def test_cuda_graphs_are_kept() -> None:
+    """The compiler gives up on CUDA graphs when a graph writes to its inputs, unless their address is known to stay."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = Stack().to(GPU)
+    run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    Lab(run, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        run(batch(step).to(GPU)).square().mean().backward()
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled after watch"])
+def test_a_checkpoint_is_counted_once(way: str) -> None:
+    torch._dynamo.reset()
+    model = Stack("non-reentrant").to(GPU)
+    lab = Lab(model, torch.optim.SGD(model.parameters(), lr=0.1), sites=["embed", "blocks.?", "blocks.?.linear"])
+    if way != "eager":
+        for block in model.blocks:
+            block.compile()
+    for step in range(4):
+        model(batch(step).to(GPU)).sum().backward()
+        lab.close()
+        assert set(lab.last.values()) == {1}
 
 
 def test_memory_is_sampled_without_touching_the_peak() -> None:

@@ -62,6 +62,8 @@ class ActivationProbe:
         self._due = slab.host_view("activations_due")
         self._switch, always = torch.split(slab.device_view("activations_gate"), 1)
         always.fill_(1.0)
+        # its address never changes: CUDA graphs may then write to it (otherwise the compiler gives up on them)
+        torch._dynamo.mark_static_address(slab.tensor)
         offset, gate = slab.offset("activations"), slab.offset("activations_gate")
         for number, (module, model) in enumerate(self._sites):
             hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate, self._inside)

@@ -279,6 +279,8 @@ def scratch_on(device: torch.device) -> tuple[Tensor, Tensor]:
             torch.empty(PARTIALS * PROGRAMS, dtype=torch.float64, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
+        for buffer in _scratch[device]:
+            torch._dynamo.mark_static_address(buffer)  # as the slab's
     return _scratch[device]
 
 
