@@ -56,6 +56,28 @@ def test_redacting_twice_changes_nothing() -> None:
         assert redact.text(redact.text(text)) == redact.text(text)
 
 
+def test_everything_below_a_secret_name_goes_whatever_its_type() -> None:
+    given = {
+        "db": {"password": b"bytesecret12345"},
+        "WANDB_API_KEY": ["listsecret123456"],
+        "token": {"v": "nestedsecret1234"},
+        "auth": "Bearer abcdefghijklmnop1234",
+        "pin": {"password": 12345678},
+        "pad_token": 50256,
+    }
+    words = repr(redact.tree(given))
+    for secret in ("bytesecret", "listsecret", "nestedsecret", "abcdefghij", "12345678"):
+        assert secret not in words
+    assert redact.tree(given)["pad_token"] == 50256
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("piece", ["a", "-", "ACGTTGCA", "0f", "token", "key=", "http", "x.y_z-", "=", " "])
+def test_long_lines_take_linear_time(piece: str) -> None:
+    """A megabyte each; with a quadratic pattern the first would take hours."""
+    redact.text(piece * (1_000_000 // len(piece)))
+
+
 def test_whole_values_under_secret_names() -> None:
     given = {"optim": {"lr": 3e-4}, "auth": {"api_key": "short", "token": "t"}, "n_tokens": 5, "urls": ["https://a:b@c/"]}
     kept = redact.tree(given)
