@@ -195,6 +195,35 @@ def test_evidence_against_is_told_too() -> None:
     assert all("train/lr" not in text for h in rejected for text in h.evidence_for)
 
 
+def test_of_data_in_floats_nothing_is_said_about_tokens() -> None:
+    story = labels()
+    labelled = {"x": {"length": 512, "nonfinite": 0}, "y": {"length": 8, "unique": 5, "entropy": 2.1}}
+    story.tokens = [labelled] * STEPS
+    said = [text for h in story.told()[1] for text in (*h.evidence_for, *h.evidence_against)]
+    assert said and not any("token" in text for text in said)
+
+
+def test_a_jump_of_an_activation_alone_is_no_hardware_fault() -> None:
+    story = Story().spike(30, 2.0).gradients(10, 30)
+    for name in ("rms", "max", "kurtosis"):
+        story.series[f"act/blocks.0/{name}"][AT:] *= 30
+    names = [h.name for h in story.told()[1]]
+    assert "hardware-fault" in names[names.index("unknown") :]
+
+
+def test_clipping_is_told_only_where_it_is_recorded() -> None:
+    def said(story: Story) -> str:
+        (found,) = (h for h in story.told()[1] if h.name == "gradient-explosion")
+        return " ".join((*found.evidence_for, *found.evidence_against))
+
+    story = explosion()
+    assert "clipping is not recorded" in said(story)
+    story.series["grad/norm_clipped"] = story.series["grad/norm"].copy()
+    assert "clipping is not recorded" in said(story), "the optimizer's own norm under both names"
+    story.series["grad/norm_clipped"] = np.minimum(story.series["grad/norm"], 1.0)
+    assert "clipping held the applied norm at 1" in said(story)
+
+
 def test_the_same_record_gives_the_same_answer() -> None:
     assert corrupt().told() == corrupt().told()
 

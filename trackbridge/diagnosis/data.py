@@ -43,8 +43,11 @@ def _rarest(tree: Any) -> Iterable[int]:
 
 
 def known(view: View) -> bool:
-    """Token statistics exist for the onset's batch and enough batches before it."""
-    return any(view.odd(key) is not None for key in view.token_keys)
+    """Statistics of tokens exist for the onset's batch and enough batches before it. In a batch with floats (which have a
+    `nonfinite` count) the integers are labels: of such data nothing is said about tokens."""
+    if "nonfinite" in view.token_keys:
+        return False
+    return any(view.odd(key) is not None for key in ("entropy", "unique") if key in view.token_keys)
 
 
 def abrupt(view: View, case: Case) -> None:

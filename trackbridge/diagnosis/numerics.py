@@ -82,17 +82,19 @@ def embedding_instability(view: View, case: Case) -> None:
 
 @rule("hardware-fault", intervention="rerun")
 def hardware_fault(view: View, case: Case) -> None:
-    """Weights or activations that change from one step to the next, with nothing in the record that could have done it."""
+    """Weights that change from one step to the next, with nothing in the record that could have done it. Activations jump for
+    many reasons: alone they are thin evidence."""
     act = view.worst_activation
-    if act is not None and act[1] > 20 and not is_embedding(act[0]):
-        case.add(SOLID, f"{act[0]} jumped {number(act[1])} sigmas from one step to the next")
-    elif act is not None and act[1] < 5:
-        case.against(SOLID, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas)")
     moved = {name: ratio for name in view.family("layer/", "/weight_norm") if (ratio := view.step_change(name)) is not None}
     far = {name: ratio for name, ratio in moved.items() if ratio > 1.2 * float(np.median(list(moved.values())))}
     if len(far) == 1:
         name, ratio = next(iter(far.items()))
         case.add(SOLID, f"{name} changed {number(ratio)} times across the onset, alone among the layers")
+    if act is not None and act[1] > 20 and not is_embedding(act[0]):
+        jumped = f"{act[0]} jumped {number(act[1])} sigmas from one step to the next"
+        case.add(SOLID if case.supports else WEAK, jumped)
+    elif act is not None and act[1] < 5:
+        case.against(SOLID, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas)")
     if not case.supports:
         return
     if known(view):

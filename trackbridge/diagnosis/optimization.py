@@ -43,12 +43,7 @@ def gradient_explosion(view: View, case: Case) -> None:
         case.add(WEAK, f"grad/norm reached {number(values[peak])}, {number(values[peak] / calm)} times its median before")
     elif case.supports == []:
         return
-    clipped = view.near("grad/norm_clipped", 8)
-    clipped = clipped[np.isfinite(clipped)]
-    if len(clipped) and clipped.max() < 0.5 * values[peak]:
-        case.against(WEAK, f"clipping held the applied norm at {number(float(clipped.max()))}")
-    else:
-        case.add(WEAK, "the record shows no clipping")
+    _clipping(view, case, float(values[peak]))
     if view.anomaly.recovered_after is None:
         case.add(WEAK, "it did not recover")
     else:
@@ -56,6 +51,21 @@ def gradient_explosion(view: View, case: Case) -> None:
     jump = view.lr_jump
     if jump is not None and jump[0] > 1.5:
         case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}, before the gradient did")
+
+
+def _clipping(view: View, case: Case, peak: float) -> None:
+    """Whether clipping held the gradient. Where grad/norm is never another number than grad/norm_clipped, it is the optimizer's
+    own too, and says nothing about clipping."""
+    both = [(row.get("grad/norm"), row.get("grad/norm_clipped")) for row in view.rows]
+    if not any(raw is not None and used is not None and used < raw for raw, used in both):
+        case.against(0, "clipping is not recorded")
+        return
+    clipped = view.near("grad/norm_clipped", 8)
+    clipped = clipped[np.isfinite(clipped)]
+    if len(clipped) and clipped.max() < 0.5 * peak:
+        case.against(WEAK, f"clipping held the applied norm at {number(float(clipped.max()))}")
+    elif len(clipped):
+        case.add(WEAK, f"clipping did not hold it: the applied norm reached {number(float(clipped.max()))}")
 
 
 @rule("optimizer-state-lost", intervention="reset-momentum")
