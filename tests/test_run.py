@@ -274,8 +274,8 @@ def test_no_misuse_switches_recording_off(tmp_path: Path) -> None:
             run.micro("no")  # type: ignore[arg-type]
         run.step(loss=2.0)
         state = run.state_dict()
-    assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [1.0, 2.0]
-    assert len(trackbridge.load(run.dir).series("perf/step_s")[0]) == 4
+    assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert trackbridge.load(run.dir).series("a")[1].tolist() == [1.0]
     assert run.state_dict()["step"] == state["step"] == 4  # after finish, at once
 
 
@@ -316,3 +316,104 @@ def test_sections_given_twice_are_merged(tmp_path: Path) -> None:
         pass
     kept = trackbridge.load(run.dir).settings["recorder"]
     assert (kept["before"], kept["after"]) == (4, 3)
+
+
+class Strange:
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        10**400,
+        Strange(),
+        torch.tensor([1.0]).to_sparse(),
+        torch.empty((), device="meta"),
+        torch.tensor(1 + 2j),
+        "x",
+        [1.0, 2.0],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_loss_however_strange_reaches_the_loop(tmp_path: Path, loss: Any) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        run.step(loss=loss, tokens=5)
+        run.step(loss=3.0)
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[0].tolist() == [0, 2]
+    assert record.series("train/tokens")[0].tolist() == [1]
+
+
+def test_a_loss_in_many_parts_keeps_its_total(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        run.step(loss={f"p{j}": torch.tensor(1.0) for j in range(400)})
+    assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [400.0]
+
+
+def test_steps_out_of_range_are_left_out(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        run.step(loss=2.0, step=2**63)
+        run.step(loss=3.0, step=-1)
+    assert trackbridge.load(run.dir).series("train/loss")[0].tolist() == [0, 1, 2]
+
+
+def test_a_users_series_never_hides_one_of_ours(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        with pytest.raises(trackbridge.TrackbridgeError, match="of trackbridge's own"):
+            run.log({"train/loss": 777.0})
+        run.log({"good": 1.0})
+        run.log({"good": 2.0, "bad": "text", "a b": 3.0, "a?b": 4.0})
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1].tolist() == [1.0]
+    assert record.series("good")[1].tolist() == [2.0] and record.series("a_b")[1].tolist() == [3.0]
+
+
+def test_finish_can_be_asked_again_after_a_bad_call(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path)
+    run.step(loss=1.0)
+    with pytest.raises(ValueError):
+        run.finish("soon")  # type: ignore[arg-type]
+    assert run.finish(None)  # type: ignore[arg-type]
+    assert trackbridge.load(run.dir).status == "finished"
+
+
+def test_leaving_with_exit_code_zero_is_a_finish(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), trackbridge.init(dir=tmp_path) as run:
+        run.step(loss=1.0)
+        sys.exit(0)
+    assert trackbridge.load(run.dir).status == "finished"
+
+
+def test_resuming_without_a_tracker_still_owes_it_the_rest(tmp_path: Path) -> None:
+    from trackbridge import shipper
+
+    with trackbridge.init(dir=tmp_path, id="r", backend="tensorboard") as run:
+        run.step(loss=1.0)
+    with trackbridge.init(dir=tmp_path, id="r", resume="must") as run:
+        run.step(loss=2.0)
+    assert [(s.kind, s.lag) for s in shipper.status(run.dir)] == [("tensorboard", 0)]
+    assert list(run.urls) == ["tensorboard"]
+
+
+def test_watch_refuses_what_would_break_later(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        linear = nn.Linear(1, 1)
+        for wrong in ({"model": []}, {"model": nn.LazyLinear(3)}, {"scaler": 5}, {"state": [1]}):
+            with pytest.raises(trackbridge.TrackbridgeError):
+                run.watch(**{"model": linear, **wrong})  # type: ignore[arg-type]
+
+
+def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    from trackbridge.history import runs
+
+    trackbridge.init(dir=tmp_path, id="good").finish()
+    trackbridge.init(dir=tmp_path, id="bad").finish()
+    (tmp_path / "bad" / "run.json").write_bytes(b"\xff\xfe{")
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert [summary.run_id for summary in runs(tmp_path)] == ["good"]
+    with pytest.raises(trackbridge.TrackbridgeError, match="damaged"):
+        trackbridge.load(tmp_path / "bad")

@@ -74,6 +74,8 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
         host=socket.gethostname(),
         world_size=ranks.world_size,
     )
+    given = {backend.kind for backend in backends}
+    earlier = [backend for backend in (file.backends if file else ()) if backend.get("kind") not in given]  # still owed rows
     directory.write(
         RunFile(
             project=settings.project,
@@ -83,7 +85,7 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
             tags=settings.tags,
             group=settings.group,
             attempts=[*(file.attempts if file else ()), attempt],
-            backends=[backend.model_dump(mode="json") for backend in backends],
+            backends=[*earlier, *(backend.model_dump(mode="json") for backend in backends)],
             settings=settings.model_dump(mode="json", exclude={"backend"}),
             config=json.loads(dumps(redact.tree(dict(config)))),
         )

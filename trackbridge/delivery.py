@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trackbridge import shipper
@@ -18,20 +18,25 @@ from trackbridge.rundir import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FinishReport:
-    """What `Run.finish` left behind. `unshipped` counts records by backend kind; empty is good."""
+    """What `Run.finish` left behind. `unshipped` counts records by backend kind; `lost` counts rows and step contexts that
+    never reached the journal (a full disk, a scribe that fell behind)."""
 
     unshipped: dict[str, int]
     closed: bool
     directory: Path
+    lost: int = 0
 
     def __bool__(self) -> bool:
-        return self.closed and not self.unshipped
+        return self.closed and not self.unshipped and not self.lost
 
     def __str__(self) -> str:
+        if self.lost:
+            rest = replace(self, lost=0)
+            return f"trackbridge: {self.lost} rows or step contexts were lost before they reached {self.directory}. {rest}"
         if self:
             return f"trackbridge: everything is delivered; the record is in {self.directory}"
         left = ", ".join(f"{count} records for {kind}" for kind, count in self.unshipped.items()) or "the last capsule"
-        return f"trackbridge: not delivered yet: {left}. Nothing is lost; run: trackbridge sync {self.directory}"
+        return f"trackbridge: not delivered yet: {left}. Run: trackbridge sync {self.directory}"
 
 
 class Delivery:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
 from trackbridge.journal import Damage, JournalReader, last_seq
 from trackbridge.liveness import presumed_dead
 from trackbridge.names import is_wide
@@ -216,7 +216,15 @@ def runs(directory: str | Path) -> list[RunSummary]:
     if not root.is_dir():
         raise ReferenceNotFoundError(f"{root} does not exist; give the directory that holds your runs")
     paths = [root] if (root / "run.json").exists() else [file.parent for file in root.glob("*/run.json")]
-    return sorted((_summary(RunDirectory(path)) for path in paths), key=lambda summary: summary.created)
+    found = []
+    for path in paths:
+        try:
+            found.append(_summary(RunDirectory(path)))
+        except TrackbridgeError as error:
+            if path == root:
+                raise
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the others are still there to list
+    return sorted(found, key=lambda summary: summary.created)
 
 
 def _summary(directory: RunDirectory) -> RunSummary:

@@ -42,7 +42,11 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("train/lr/<group>", "", "learning rate of each further parameter group"),
     Metric("train/loss_scale", "", "GradScaler's scale"),
     Metric("train/tokens", "tokens", "tokens consumed so far in this run"),
-    Metric("grad/norm", "", "global L2 norm of the gradient before clipping", "sqrt(sum g^2)"),
+    Metric(
+        "grad/norm", "",
+        "global L2 norm of the gradient, before clipping where that is known (run.clip_grad_norm_ or grad_norm=)",
+        "sqrt(sum g^2)",
+    ),
     Metric("grad/norm_clipped", "", "global L2 norm of the gradient the optimizer used", "sqrt(sum g^2)"),
     Metric("grad/nonfinite", "elements", "NaN or Inf elements over all gradients"),
     Metric("param/norm", "", "global L2 norm of the trainable parameters", "sqrt(sum w^2)"),

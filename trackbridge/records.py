@@ -96,6 +96,10 @@ class Anomaly:
     def updated(self, **changes: Any) -> Anomaly:
         return replace(self, **changes)
 
+    def __str__(self) -> str:
+        what = f"{self.kind} in {self.series} at step {self.step}: {self.value:.6g}, expected {self.expected:.6g}"
+        return what if self.score == float("inf") else f"{what} ({self.score:.3g} sigma)"
+
 
 @dataclass(frozen=True, slots=True)
 class Artifact:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from trackbridge import attempts, hostcopy, names, provenance, redact
@@ -29,7 +30,7 @@ from trackbridge.batches import Feed, Fetch, LoaderBook
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors import Watch
-from trackbridge.errors import Part, UsageError
+from trackbridge.errors import ConfigError, Part, UsageError
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import keep
 from trackbridge.pace import Pace
@@ -90,8 +91,21 @@ def init(
     merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
     backends = resolve(merged.backend)
     ranks = Ranks.current()
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a mapping of your hyperparameters, not {type(config).__name__}; try vars(config)")
     directory, info = attempts.begin(merged, ranks, backends, config or {})
-    return Run(merged, directory, info, backends if ranks.leader else [], dict(config or {}))
+    served = resolve(directory.read().backends) if ranks.leader else []
+    return Run(merged, directory, info, served, dict(config or {}))
+
+
+def _own(name: str, given: Mapping[str, Any]) -> str:
+    """The series of a user's own scalar. Raises `UsageError` for a name that is one of ours, or that another one became."""
+    series = names.legal(name)
+    if names.describe(series) is not None:
+        raise UsageError(f"{name!r} is a series of trackbridge's own; log yours under another name")
+    if series in given:
+        raise UsageError(f"{name!r} and another name both become {series!r}; rename one")
+    return series
 
 
 class Run:
@@ -215,6 +229,15 @@ class Run:
             return
         models = self._models = named("model", model, nn.Module)
         optimizers = named("optimizer", optimizer, Optimizer) if optimizer is not None else {}
+        if not models:
+            raise UsageError("watch needs a model: an empty list or mapping has none")
+        for module in models.values():
+            if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+                raise UsageError("the model has lazy parameters: run one forward pass before watch")
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise UsageError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+        if state is not None and not isinstance(state, Mapping):
+            raise UsageError(f"state must be a mapping of names to objects with state_dict, not {type(state).__name__}")
         for name, value in (state or {}).items():
             if not hasattr(value, "state_dict"):
                 raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
@@ -273,9 +296,12 @@ class Run:
             return
         with self._used("micro"):
             value, tokens_read, samples_read = scalar("loss", loss), count("tokens", tokens), count("samples", samples)
+            if sample_loss is not None and not (isinstance(sample_loss, Tensor) and sample_loss.is_floating_point()):
+                raise UsageError("sample_loss must be a floating-point tensor with one loss per sample")
             with self._part:
                 self._pace.consumed(tokens_read or 0.0, samples_read or 0.0)
                 self._instruments.micro(value, tokens_read, sample_loss)
+            self._accepted.add("micro")
 
     def step(
         self,
@@ -310,12 +336,15 @@ class Run:
         given: dict[str, Tensor | float] = {}
         consumed: tuple[float | None, float | None] = (None, None)
         number = self._step
-        with self._used("step"):  # where it goes wrong, the step closes without these
-            number = number if step is None else whole("step", step)
-            consumed = count("tokens", tokens), count("samples", samples)
+        with self._used("step"):  # each on its own: what is wrong is left out, the rest is kept
             given = losses(loss)
-            if grad_norm is not None:
-                given["grad/norm"] = scalar("grad_norm", grad_norm)
+        with self._used("step"):
+            given |= {} if grad_norm is None else {"grad/norm": scalar("grad_norm", grad_norm)}
+        with self._used("step"):
+            consumed = count("tokens", tokens), count("samples", samples)
+        with self._used("step"):
+            number = number if step is None else whole("step", step)
+        self._accepted.add("step")
         with self._part:
             self._close_step(number, given, *consumed, skipped, batch, batch_index, sample_ids)
         return self._scribe.news()
@@ -407,13 +436,20 @@ class Run:
         """
         if self._inert():
             return
+        if not isinstance(values, Mapping):
+            raise UsageError(f"log takes a mapping of names to scalars, not {type(values).__name__}")
+        at = max(self._step - 1, 0)
+        given: dict[str, Tensor | float] = {}
         with self._used("log"):
-            given = {names.legal(str(name)): scalar(str(name), value) for name, value in values.items()}
-            at = max(self._step - 1, 0) if step is None else whole("step", step)
-            with self._part:
-                numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-                tensors = hostcopy.copy({name: value for name, value in given.items() if isinstance(value, Tensor)})
-                self._scribe.submit(Logged(at, time.time(), numbers, tensors))
+            at = at if step is None else whole("step", step)
+        for name, value in values.items():
+            with self._used("log"):
+                given[_own(str(name), given)] = scalar(str(name), value)
+        with self._part:
+            numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+            tensors = hostcopy.copy({name: value for name, value in given.items() if isinstance(value, Tensor)})
+            self._scribe.submit(Logged(at, time.time(), numbers, tensors))
+        self._accepted.add("log")
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
         """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it.
@@ -424,6 +460,7 @@ class Run:
             return
         with self._used("log_artifact"):
             self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))
+            self._accepted.add("log_artifact")
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell the record that a checkpoint of the state after `step` steps is at `path`."""
@@ -460,12 +497,12 @@ class Run:
 
         What is not delivered by then stays in the journal; the report names the command that ships it. Safe to call twice.
         """
-        if self._inert():
+        if self._report is not None or os.getpid() != self._pid:
             return self._report or FinishReport({}, True, self.dir)
+        deadline = time.monotonic() + (60.0 if timeout is None else float(timeout))
+        end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(str(error)) if error else None)
         self._ended = True
         atexit.unregister(self._at_exit)
-        deadline = time.monotonic() + timeout
-        end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(error) if error else None)
         closed, unshipped = False, {}
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
             closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1))
@@ -473,7 +510,8 @@ class Run:
             self._detach()
         with Part("waiting for delivery", strict=self._settings.strict):
             unshipped = self._delivery.wait(deadline)
-        self._report = FinishReport(unshipped, closed, self.dir)
+        lost = self._rows_dropped + int(sum(self._scribe.losses.values()))
+        self._report = FinishReport(unshipped, closed, self.dir, lost)
         if not self._report:
             logger.warning("%s", self._report)
         return self._report
@@ -492,7 +530,8 @@ class Run:
         if error is None:
             self.finish()
         else:
-            status: RunStatus = "failed" if isinstance(error, Exception) else "killed"
+            left = isinstance(error, SystemExit) and not error.code
+            status: RunStatus = "finished" if left else "failed" if isinstance(error, Exception) else "killed"
             words = str(error).strip().splitlines()
             self.finish(status=status, error=f"{type(error).__name__}: {words[0] if words else ''}")
 
@@ -518,8 +557,6 @@ class Run:
             if not self._complained:
                 logger.warning("trackbridge: %s; such values are left out from now on", error)
             self._complained = True
-        else:
-            self._accepted.add(method)
 
     def _auto_step(self, loss: Tensor | None, batch: Any) -> None:
         for anomaly in self.step(loss, batch=batch):

@@ -78,11 +78,11 @@ class RunDirectory:
     def read(self) -> RunFile:
         """``run.json``. Raises `ReferenceNotFoundError` if this is no run directory, `TrackbridgeError` if it is damaged."""
         try:
-            text = self.file.read_text(encoding="utf-8")
+            data = self.file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ReferenceNotFoundError(f"{self.path} is not a run directory: it has no run.json") from None
         try:
-            return RunFile.model_validate_json(text)
+            return RunFile.model_validate_json(data)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise TrackbridgeError(f"{self.file} is damaged: {first['msg']}") from None

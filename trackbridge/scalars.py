@@ -6,43 +6,53 @@ from collections.abc import Mapping
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trackbridge.errors import UsageError
 from trackbridge.names import legal
 
+MAX_STEP = 2**53
+"""Trackers keep steps as float64."""
+
 
 def scalar(what: str, value: Any) -> Tensor | float:
     """A detached 0-d tensor or a float. Raises `UsageError` for anything else."""
     if isinstance(value, Tensor):
+        if value.is_meta or value.is_quantized or value.is_complex() or value.layout is not torch.strided:
+            raise UsageError(f"{what} must be an ordinary real tensor, not {value.dtype} on {value.device} ({value.layout})")
         if value.numel() == 1:
             return value.detach().reshape(())
         shape = tuple(value.shape)
         raise UsageError(f"{what} must be a scalar, got a tensor of shape {shape}: pass {what}.mean() or .sum()")
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UsageError(f"{what} must be a number or a 0-d tensor, got {type(value).__name__}") from None
+        return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
+    except Exception as error:  # whatever a foreign object's __float__ does
+        why = "is out of range" if isinstance(error, OverflowError) else f"got {type(value).__name__}"
+        raise UsageError(f"{what} must be a number or a 0-d tensor, {why}") from None
 
 
 def count(what: str, value: Any) -> float | None:
-    """A host number of tokens or samples, None if not given. Raises `UsageError`; a tensor on a device is not waited for."""
+    """A host number of tokens or samples, None if not given. Raises `UsageError`; a device is not waited for."""
     if value is None:
         return None
-    if isinstance(value, Tensor) and value.is_cuda:
+    if isinstance(value, Tensor) and value.device.type != "cpu":
         raise UsageError(f"{what} must be a number on the host, such as batch.numel(), not a tensor on {value.device}")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:
         raise UsageError(f"{what} must be a number, got {type(value).__name__}") from None
 
 
 def whole(what: str, value: Any) -> int:
     """A step number. Raises `UsageError`."""
     try:
-        return index(value)
+        number = index(value)
     except TypeError:
         raise UsageError(f"{what} must be a whole number, got {type(value).__name__}") from None
+    if not 0 <= number < MAX_STEP:
+        raise UsageError(f"{what} must lie between 0 and 2**53, got {number}")
+    return number
 
 
 def losses(loss: Any) -> dict[str, Tensor | float]:
@@ -52,10 +62,8 @@ def losses(loss: Any) -> dict[str, Tensor | float]:
     if not isinstance(loss, Mapping):
         return {"train/loss": scalar("loss", loss)}
     parts = {str(name): scalar(f"loss[{name!r}]", value) for name, value in loss.items()}
-    found = {f"train/loss/{legal(name)}": value for name, value in parts.items() if name != "loss"}
-    if parts:
-        found["train/loss"] = parts["loss"] if "loss" in parts else _total(parts)
-    return found
+    found = {"train/loss": parts["loss"] if "loss" in parts else _total(parts)} if parts else {}
+    return found | {f"train/loss/{legal(name)}": value for name, value in parts.items() if name != "loss"}
 
 
 def _total(parts: Mapping[str, Tensor | float]) -> Tensor | float:

@@ -75,13 +75,15 @@ class Sealer:
         if anomaly.kind not in SEALED_KINDS or anomaly.capsule is not None:
             return anomaly
         for capsule in self._capsules:
-            if capsule.first <= anomaly.step <= capsule.last and capsule.anomaly.attempt == anomaly.attempt:
+            if not capsule.asked and capsule.first <= anomaly.step <= capsule.last:
                 return anomaly.updated(capsule=capsule.path)
         if len(self._capsules) >= self._config.max_capsules:
             return anomaly
-        path = f"capsules/spike-{anomaly.step}"
-        if any(c.path == path for c in self._capsules) or (self._directory.path / path).exists():
-            path = f"{path}-{anomaly.attempt}"
+        path = plain = f"capsules/spike-{anomaly.step}"
+        again = 1
+        while any(c.path == path for c in self._capsules) or (self._directory.path / path).exists():
+            again += 1  # a resumed attempt, or a loop that rolled back, saw the step before
+            path = f"{plain}-{again}"
         first = max(anomaly.onset - self._config.before, 0)
         anomaly = anomaly.updated(capsule=path)
         self._capsules.append(_Capsule(anomaly, path, first, anomaly.step + self._config.after))
