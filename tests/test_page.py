@@ -62,6 +62,38 @@ def test_the_first_screen_answers_the_five_questions_without_scripts() -> None:
     assert "trackbridge replay . --build mine:build" in first
 
 
+def told(anomaly: Anomaly) -> str:
+    html = page(made(anomalies=(anomaly,), hypotheses=anomaly.hypotheses))
+    return re.sub(r"<[^>]+>", "", html[html.index("<main>") : html.index('<script type="application/json"')])
+
+
+def test_when_nothing_was_before_the_loss_the_page_says_so() -> None:
+    first = (("act/body/rms", 160), ("train/loss", 160))
+    tied = SPIKE.updated(first_mover=first[0], cascade=first)
+    assert "nothing before the loss itself (all at step 160)" in told(tied)
+    own = SPIKE.updated(first_mover=first[1], cascade=(first[1], ("grad/norm", 161)))
+    assert "nothing before the loss itself (at step 160)" in told(own)
+
+
+def test_a_nan_is_not_finite_and_has_no_sigmas() -> None:
+    bad = SPIKE.updated(kind="nonfinite", value=float("nan"), expected=2.44, score=float("inf"))
+    said = told(bad)
+    assert "not finite" in said and "Not a finite number" in said and "sigma" not in said
+
+
+def test_numbers_and_plurals_are_for_readers() -> None:
+    said = told(SPIKE.updated(score=40.3065, recovered_after=1, notes=("peak 7.69 (40 sigma) at step 161",)))
+    assert "40.3 robust sigmas" in said and "after 1 step." in said and "Peak 7.69 (40 sigma) at step 161" in said
+    assert "Not back to normal within this capsule" in told(SPIKE.updated(recovered_after=None))
+
+
+def test_unknown_is_shown_only_where_it_leads() -> None:
+    known, unknown = Hypothesis("rare-token", ("new",), (), "skip-batch"), Hypothesis("unknown", ("thin",), (), "rerun")
+    assert "unknown" not in told(SPIKE.updated(hypotheses=(known, unknown)))
+    said = told(SPIKE.updated(hypotheses=(unknown, known)))
+    assert "1. unknown" in said and "rerun with the batch left out (run.batches(loader, skip=...))" in said
+
+
 def test_hostile_text_stays_text() -> None:
     evil = "</script><script>alert(1)</script>"
     steps, values = np.arange(3), np.ones(3)

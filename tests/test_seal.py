@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from tests.capsules import an_anomaly
-from trackbridge import tree
+from trackbridge import fetch, tree
 from trackbridge.capsule import load
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.journal import JournalWriter
@@ -228,13 +228,23 @@ def test_the_post_mortem_says_what_the_record_knows(tmp_path: Path) -> None:
     symptoms = text.split("## 2.")[0]
     for said in (
         "| Onset | step 20 |", "step 21, in train/loss", "(from 5 recorded steps)", "| Peak | 9 at step 20 |",
-        "did not recover", "Gradient norm before clipping at the onset | 9; median before ", "rate at the onset | 0.001",
+        "did not recover",
+        "Gradient norm (before clipping where that is recorded) at the onset | 9; median before ",
+        "rate at the onset | 0.001",
         "epoch 0; index 20; samples 20, 21", "torch.float32",
     ):  # fmt: skip
         assert said in symptoms
-    assert "1. **corrupt-batch**" in text and "entropy 7.9 bits" in text and "`skip-batch`" in text
+    assert "1. **corrupt-batch**" in text and "entropy 7.9 bits" in text and "run.batches(loader, skip=...)" in text
     for section in text.split("## ")[3:]:
         assert BLANK in section
+
+
+def test_the_page_says_how_to_replay_here_and_anywhere(tmp_path: Path) -> None:
+    directory = a_run(tmp_path / "run-1", snapshots=(15,))
+    said = (seal(directory.path, "a-20") / "report.html").read_text()
+    assert f"trackbridge replay {directory.path}@21 --build my_module:build" in said
+    assert fetch.pull(f"{directory.path}@21").step == 21, "what the page tells to type finds the capsule"
+    assert "trackbridge replay PATH/OF/THIS/FOLDER --build my_module:build" in said
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
@@ -275,3 +285,12 @@ def test_a_piece_of_the_batch_travels_only_with_leave(tmp_path: Path, upload: bo
     capsule_parts.write_batches(tmp_path, [context], runs=upload)
     (kept,) = pd.read_parquet(tmp_path / "batches.parquet")["tokens"]
     assert json.loads(kept) == {"length": 10, "0": {"ngram": ngram if upload else {"count": 4}, "unique": 5}}
+
+
+def test_batches_kept_beside_are_found_when_the_tracker_renamed_the_capsule(tmp_path: Path) -> None:
+    sealed = seal(a_run(tmp_path / "run-1", snapshots=(15,)).path, "a-20")
+    pulled = tmp_path / "pulled" / "spike-run-1-20"
+    shutil.copytree(sealed, pulled)
+    assert not load(pulled).joined
+    shutil.copytree(sealed.with_name(sealed.name + ".local"), pulled.with_name(sealed.name + ".local"))
+    assert load(pulled).joined

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trackbridge import names
 from trackbridge.records import Anomaly, Hypothesis
+from trackbridge.reports import wording
 
 MAX_POINTS = 4000
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -124,18 +125,19 @@ def _summary(data: PageData) -> str:
     if not data.anomalies:
         return "<section class=summary><p>No anomaly was detected.</p></section>"
     a = data.anomalies[0]
-    what = f"<b>{escape(a.series)}</b> was <b>{number(a.value)}</b> where <b>{number(a.expected)}</b> was expected."
+    value = number(a.value) if math.isfinite(a.value) else f"not finite ({number(a.value)})"
+    expected = f" where <b>{number(a.expected)}</b> was expected" if math.isfinite(a.expected) else ""
+    what = f"<b>{escape(a.series)}</b> was <b>{value}</b>{expected}."
     when = f"From step <b>{a.onset}</b>, seen at step {a.step}"
     when += f" ({time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(a.time))})." if a.time else "."
     if a.recovered_after is not None:
-        when += f" Back to normal after <b>{a.recovered_after}</b> steps."
+        when += f" Back to normal after {wording.plural(a.recovered_after, 'step')}."
     else:
-        when += " Not back to normal in what was recorded."
-    bad = (
-        f"<b>{number(a.score)}</b> robust sigmas from what was expected." if math.isfinite(a.score) else "Not a finite number."
-    )
-    mover = a.first_mover
-    moved = f"<b>{escape(mover[0])}</b> at step {mover[1]}." if mover else "Nothing moved before it."
+        when += " Not back to normal within this capsule."
+    bad = f"<b>{a.score:.3g}</b> robust sigmas from what was expected." if math.isfinite(a.score) else "Not a finite number."
+    peak = wording.peak(a)
+    bad += f" {escape(peak.capitalize())}." if peak else ""
+    moved = escape(wording.moved_first(a) or "nothing moved before it") + "."
     cells = [("What happened", what), ("When", when), ("How bad", bad), ("What moved first", moved)]
     grid = "".join(f"<div><h3>{title}</h3><p>{text}</p></div>" for title, text in cells)
     actions = "".join(
@@ -163,10 +165,10 @@ def _hypotheses(hypotheses: Sequence[Hypothesis]) -> str:
     if not hypotheses:
         return ""
     items = []
-    for rank, h in enumerate(hypotheses, 1):
+    for rank, h in enumerate(wording.shown(hypotheses), 1):
         evidence = "".join(f'<li class="for">{escape(text)}</li>' for text in h.evidence_for)
         evidence += "".join(f'<li class="against">{escape(text)}</li>' for text in h.evidence_against)
-        advice = f"<p class=advice>To test it: {escape(h.intervention)}</p>" if h.intervention else ""
+        advice = f"<p class=advice>To test it: {escape(wording.how_to_test(h.intervention))}</p>" if h.intervention else ""
         items.append(f"<article><h3>{rank}. {escape(h.name)}</h3><ul>{evidence}</ul>{advice}</article>")
     return f"<section><h2>Hypotheses</h2><div class=hypotheses>{''.join(items)}</div></section>"
 
@@ -174,8 +176,8 @@ def _hypotheses(hypotheses: Sequence[Hypothesis]) -> str:
 def _all_anomalies(anomalies: Sequence[Anomaly]) -> str:
     if len(anomalies) < 2:
         return ""
-    rows = [(a.kind, a.series, a.onset, a.value, a.expected, a.score) for a in anomalies]
-    return _table(Table("All anomalies", ("kind", "series", "step", "value", "expected", "score"), rows))
+    rows = [(a.kind, a.series, a.onset, a.value, a.expected, wording.sigmas(a.score), wording.peak(a)) for a in anomalies]
+    return _table(Table("All anomalies", ("kind", "series", "step", "value", "expected", "score", "peak"), rows))
 
 
 def _facts(facts: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.records import Anomaly, MicroBatch
+from trackbridge.reports import wording
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,22 +73,23 @@ def _symptoms(capsule: SpikeCapsule) -> list[str]:
         ("Run", f"{capsule.run}, attempt {capsule.attempt}, rank(s) {', '.join(map(str, anomaly.ranks))}"),
         ("Detected", f"step {anomaly.step}, in {anomaly.series}"),
         ("Onset", f"step {anomaly.onset}"),
-        ("Value", f"{_number(anomaly.value)}, expected {_number(anomaly.expected)} ({_number(anomaly.score)} robust sigmas)"),
+        ("Value", _value(anomaly)),
     ]
     before = window[window["step"] < anomaly.onset]
     after = window[window["step"] >= anomaly.onset]
     if anomaly.series in window.columns:
         ema, count = _ema(before[anomaly.series])
         if count:
-            facts.append((f"{EMA_STEPS}-step EMA before the onset", f"{_number(ema)} (from {count} recorded steps)"))
+            recorded = wording.plural(count, "recorded step")
+            facts.append((f"{EMA_STEPS}-step EMA before the onset", f"{_number(ema)} (from {recorded})"))
         peak, where = _peak(after, anomaly.series)
         if where is not None:
             facts.append(("Peak", f"{_number(peak)} at step {where}"))
-    recovered = "did not recover within the window" if anomaly.recovered_after is None else f"{anomaly.recovered_after} steps"
-    facts.append(("Recovery", recovered))
+    over = anomaly.recovered_after
+    facts.append(("Recovery", "did not recover within this capsule" if over is None else wording.plural(over, "step")))
     facts += list(_at_onset(window, before, anomaly))
     if anomaly.first_mover:
-        facts.append(("First mover", f"{anomaly.first_mover[0]} at step {anomaly.first_mover[1]}"))
+        facts.append(("First mover", wording.moved_first(anomaly)))
     if anomaly.cascade:
         facts.append(("Cascade", ", ".join(f"{series} (step {step})" for series, step in anomaly.cascade[:8])))
     facts.append(("Number formats", _dtypes(capsule)))
@@ -95,11 +97,17 @@ def _symptoms(capsule: SpikeCapsule) -> list[str]:
     return ["| what | value |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts)]
 
 
+def _value(anomaly: Anomaly) -> str:
+    value = _number(anomaly.value) if math.isfinite(anomaly.value) else "not finite"
+    expected = f", expected {_number(anomaly.expected)}" if math.isfinite(anomaly.expected) else ""
+    return f"{value}{expected}" + (f" ({anomaly.score:.3g} robust sigmas)" if math.isfinite(anomaly.score) else "")
+
+
 def _at_onset(window: pd.DataFrame, before: pd.DataFrame, anomaly: Anomaly) -> Iterator[tuple[str, str]]:
     row = window[window["step"] == anomaly.onset]
     if row.empty:
         return
-    for series, title in (("grad/norm", "Gradient norm before clipping"), ("train/lr", "Learning rate")):
+    for series, title in (("grad/norm", wording.GRADIENT_NORM.capitalize()), ("train/lr", "Learning rate")):
         if series in window.columns:
             at, base = float(row[series].iloc[0]), before[series].median()
             baseline = "" if math.isnan(base) else f"; median before {_number(float(base))}"
@@ -130,15 +138,39 @@ def _describe(micro: MicroBatch) -> str:
         parts.append(f"samples {shown}{', ...' if len(micro.sample_ids) > 8 else ''}")
     if micro.fingerprint:
         parts.append(f"fingerprint {micro.fingerprint[:16]}")
-    parts += [f"{name} {_short(value)}" for name, value in micro.tokens.items()]
+    parts += [f"{name}: {_statistics(value)}" for name, value in micro.tokens.items()]
     return "; ".join(parts) or "identity unknown"
+
+
+def _statistics(of: Any) -> str:
+    """Token statistics of one tensor (`trackbridge.fingerprints.token_statistics`) in words; anything else as it is."""
+    if not isinstance(of, dict):
+        return _short(of)
+    words = []
+    if "length" in of:
+        words.append(wording.plural(of["length"], "value"))
+    if "unique" in of:
+        words.append(f"{of['unique']} different")
+    if "min" in of and "max" in of:
+        words.append(f"from {of['min']} to {of['max']}")
+    if "entropy" in of:
+        words.append(f"entropy {of['entropy']:.3g} bits")
+    if of.get("top"):
+        words.append(f"most frequent {of['top'][0]} ({of['top'][1]:.1%})")
+    if of.get("rarest"):
+        words.append(f"rarest {' '.join(str(token) for token, _ in of['rarest'][:3])}")
+    if of.get("ngram"):
+        words.append(f"one run of 8 comes {wording.plural(of['ngram']['count'], 'time')}")
+    if "nonfinite" in of:
+        words.append(f"{of['nonfinite'] or 'none'} not finite")
+    return ", ".join(words) or _short(of)
 
 
 def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
         return [f"{BLANK} The record suggests no cause."]
     lines = []
-    for place, hypothesis in enumerate(anomaly.hypotheses, 1):
+    for place, hypothesis in enumerate(wording.shown(anomaly.hypotheses), 1):
         panel = f" (panel: {_PANELS[hypothesis.name]})" if hypothesis.name in _PANELS else ""
         lines.append(f"{place}. **{hypothesis.name}**{panel}")
         lines += [f"   - for: {text}" for text in hypothesis.evidence_for]
@@ -148,9 +180,9 @@ def _hypotheses(anomaly: Anomaly) -> list[str]:
 
 def _evidence(capsule: SpikeCapsule) -> list[str]:
     lines = []
-    for hypothesis in capsule.anomaly.hypotheses:
+    for hypothesis in wording.shown(capsule.anomaly.hypotheses):
         if hypothesis.intervention:
-            lines.append(f"- To test {hypothesis.name}: replay the window with `{hypothesis.intervention}`. Result: {BLANK}")
+            lines.append(f"- To test {hypothesis.name}: {wording.how_to_test(hypothesis.intervention)}. Result: {BLANK}")
     lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {BLANK} The capsule's tier is {capsule.tier}.")
     lines += [f"- Not in the capsule: {text}" for text in capsule.missing]
     return lines
@@ -160,7 +192,7 @@ def _remediation(anomaly: Anomaly) -> list[str]:
     lines = [f"{BLANK} The smallest change that would do."]
     first = anomaly.hypotheses[0] if anomaly.hypotheses else None
     if first is not None and first.intervention:
-        lines.append(f"The intervention of the first hypothesis, `{first.intervention}`, is the candidate to try.")
+        lines.append(f"To try first, for {first.name}: {wording.how_to_test(first.intervention)}.")
     return lines
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trackbridge.capsule import SpikeCapsule
+from trackbridge.reports import wording
 from trackbridge.reports.page import PageData, Series, Table, page
+from trackbridge.rundir import RunDirectory
 
 _FIRST = ("train/loss", "grad/norm", "train/lr", "optim/update_ratio", "perf/step_s")
 _LAYERS = 12
@@ -48,19 +52,25 @@ def _points(recorded: dict[int, dict[str, float]], name: str) -> Series:
 
 def _actions(capsule: SpikeCapsule) -> list[tuple[str, str]]:
     actions = []
-    if capsule.tier != "explain":
-        where = capsule.anomaly.capsule or "CAPSULE"
-        actions.append(
-            (
-                "Run the bad step again, from this folder or any copy of it:",
-                f"trackbridge replay {where} --build my_module:build",
-            )
-        )
+    if (capsule.local.tier if capsule.local else capsule.tier) != "explain":
+        run = _run_directory(capsule)
+        if run is not None:
+            where = shlex.quote(f"{run}@{capsule.step}")
+            purpose = "Run the bad step again on the machine that recorded it, in the folder of your training code:"
+            actions.append((purpose, f"trackbridge replay {where} --build my_module:build"))
+        purpose = f"{'Elsewhere' if run else 'Run the bad step again'}, in the folder of your training code:"
+        actions.append((purpose, "trackbridge replay PATH/OF/THIS/FOLDER --build my_module:build"))
     first = capsule.anomaly.hypotheses[0] if capsule.anomaly.hypotheses else None
     if first is not None and first.intervention:
-        actions.append((f"To test the first hypothesis, {first.name}: {first.intervention}", ""))
+        actions.append((f"To test the first hypothesis, {first.name}: {wording.how_to_test(first.intervention)}.", ""))
     actions.append(("Write down what you found in post-mortem.md, which is next to this page.", ""))
     return actions
+
+
+def _run_directory(capsule: SpikeCapsule) -> Path | None:
+    """The run directory around the capsule's folder: there while it is sealed; a copy elsewhere has none."""
+    run = capsule.path.absolute().parent.parent
+    return run if RunDirectory(run).file.is_file() else None
 
 
 def _layers(capsule: SpikeCapsule) -> Table:
