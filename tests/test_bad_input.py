@@ -71,6 +71,29 @@ def test_settings_from_yaml_and_environment(tmp_path: Path, monkeypatch: pytest.
     assert "nowhere.yaml" in one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("TRACKBRIDGE_NOPE", "1", "unknown setting 'nope'"),
+        ("TRACKBRIDGE_RECODER__AFTER", "1", "did you mean 'recorder'"),
+        ("TRACKBRIDGE_RECORDER__AFTR", "1", "did you mean 'after'"),
+        ("TRACKBRIDGE_RECORDER", "notjson", "write it as JSON"),
+        ("TRACKBRIDGE_SLOTS", "many", "slots"),
+    ],
+)
+def test_bad_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path)
+    assert says in one_line(error)
+
+
+def test_config_that_is_no_mapping(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, config=[("lr", 1)])  # type: ignore[arg-type]
+    assert "vars(config)" in one_line(error)
+
+
 def test_loss_that_is_not_a_scalar_raises_on_the_first_call(tmp_path: Path) -> None:
     with trackbridge.init(dir=tmp_path) as run:
         with pytest.raises(UsageError) as error:

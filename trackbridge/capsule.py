@@ -265,8 +265,9 @@ def load(path: str | Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCa
     if not (folder / MANIFEST).is_symlink() and not (folder / MANIFEST).exists():
         raise ReferenceNotFoundError(f"{folder} is not a capsule: it has no {MANIFEST}")
     capsule = parse_manifest(untrusted.read_json(folder / MANIFEST))
-    beside = folder.with_name(folder.name + LOCAL)
-    joined = capsule.local is not None and beside.is_dir() and not beside.is_symlink()
+    recorded = Path(capsule.anomaly.capsule or folder.name).name  # a tracker may have given the folder another name
+    beside = next((b for name in (folder.name, recorded) if (b := folder.with_name(name + LOCAL)).is_dir()), folder)
+    joined = beside is not folder and capsule.local is not None and beside.is_dir() and not beside.is_symlink()
     entries = list(capsule.files.items()) + (list(capsule.local.files.items()) if joined and capsule.local else [])
     check_entries(dict(entries), max_bytes=max_bytes)
     _check_files(folder, capsule.files)

@@ -6,15 +6,17 @@ error that names the nearest valid one. Nothing here is read at import.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from trackbridge.errors import ConfigError, nearest
 
 MiB = 1024 * 1024
+PREFIX = "TRACKBRIDGE_"
 
 
 class Section(BaseModel):
@@ -90,7 +92,7 @@ class TrackbridgeConfig(BaseSettings):
     """All settings of a run. See `trackbridge.init` for what each argument means."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TRACKBRIDGE_", env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=False
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=False
     )
 
     backend: Any = None
@@ -123,10 +125,23 @@ class TrackbridgeConfig(BaseSettings):
             given = _merge(source.model_dump(exclude_unset=True, exclude={"backend"}) | {"backend": source.backend}, given)
         elif source is not None:
             given = _merge(_read_yaml(Path(source)), given)
+        _check_environment(cls)
         try:
             return cls(**given)
         except ValidationError as error:
             raise ConfigError(_one_line(error, cls)) from None
+        except SettingsError as error:
+            raise ConfigError(f"{' '.join(str(error).split())}; write it as JSON, or one key: {PREFIX}SECTION__KEY") from None
+
+
+def _check_environment(model: type[BaseModel]) -> None:
+    """An unknown ``TRACKBRIDGE_*`` variable is an error, like an unknown key anywhere else."""
+    for variable in os.environ:
+        if variable.upper().startswith(PREFIX):
+            key = variable[len(PREFIX) :].split("__", 1)[0].lower()
+            if key not in model.model_fields:
+                hint = nearest(key, model.model_fields)
+                raise ConfigError(f"unknown setting {key!r} in the environment variable {variable}{hint}; unset it")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trackbridge import shipper
 from trackbridge.backends.base import BackendConfig
+from trackbridge.errors import ReferenceNotFoundError
 from trackbridge.records import RunInfo
 from trackbridge.rundir import RunDirectory
 
@@ -74,4 +75,6 @@ class Delivery:
             except subprocess.TimeoutExpired:
                 pass
         kinds = {backend.kind for backend in self._backends}
+        if kinds and not self._directory.file.exists():
+            raise ReferenceNotFoundError(f"the run directory {self._directory.path} was removed during the run")
         return {s.kind: s.lag for s in shipper.status(self._directory.path) if s.kind in kinds and s.lag > 0}

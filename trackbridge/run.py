@@ -30,7 +30,7 @@ from trackbridge.batches import Feed, Fetch, LoaderBook
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors import Watch
-from trackbridge.errors import ConfigError, Part, UsageError
+from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import keep
 from trackbridge.pace import Pace
@@ -509,7 +509,11 @@ class Run:
         with Part("detaching from the model", strict=self._settings.strict):
             self._detach()
         with Part("waiting for delivery", strict=self._settings.strict):
-            unshipped = self._delivery.wait(deadline)
+            try:
+                unshipped = self._delivery.wait(deadline)
+            except TrackbridgeError as error_now:
+                logger.error("trackbridge: %s", error_now)
+                closed = False
         lost = self._rows_dropped + int(sum(self._scribe.losses.values()))
         self._report = FinishReport(unshipped, closed, self.dir, lost)
         if not self._report:

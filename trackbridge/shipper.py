@@ -157,6 +157,10 @@ class Shipper:
 
     def _watch(self) -> None:
         """Keep the claims, and see whether the run has ended."""
+        if not self._directory.file.exists():
+            logger.warning("trackbridge: the run directory %s is gone", self._directory.path)
+            self._stop.set()
+            return
         try:
             for claim in (self._journal_claim, *(worker.claim for worker in self._workers)):
                 claim.keep(self._clock())

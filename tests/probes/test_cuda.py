@@ -299,9 +299,11 @@ def test_a_checkpoint_is_counted_once(way: str) -> None:
 def test_memory_is_sampled_without_touching_the_peak() -> None:
     from trackbridge.probes.host import HostSampler
 
-    x = torch.empty(1 << 20, device=GPU)
-    del x
+    kept, gone = torch.empty(1 << 20, device=GPU), torch.empty(1 << 20, device=GPU)
+    del gone
     peak = torch.cuda.max_memory_allocated()
-    found = HostSampler().sample(0)
+    sampler = HostSampler()
+    sampler.devices = {kept.device}
+    found = sampler.sample(0)
     assert found["mem/reserved_bytes"] >= found["mem/allocated_bytes"] > 0 and 0 <= found["mem/fragmentation"] <= 1
     assert torch.cuda.max_memory_allocated() == peak

@@ -117,7 +117,7 @@ def perturbed(perturb: Perturb, at: int, seed: int) -> Callable[[], Rebuilt]:
     return build
 
 
-CASES = int(os.environ.get("TRACKBRIDGE_PERTURBED", "56"))
+CASES = int(os.environ.get("PERTURBED_REPLAYS", "56"))
 
 
 def test_no_perturbed_replay_is_exact(capsule: SpikeCapsule) -> None:
