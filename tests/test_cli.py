@@ -108,6 +108,12 @@ def test_pull_checks_and_places_a_capsule(recorded: Path, tmp_path: Path) -> Non
     assert "re-execute" in said and str(recorded / "capsules") in said.replace("\n", "")
 
 
+def test_pull_says_that_the_batches_are_elsewhere(recorded: Path, tmp_path: Path) -> None:
+    elsewhere = "once the batches are there (they stayed on the recording machine)"
+    assert f"re-execute {elsewhere}" in call("pull", f"tensorboard:{recorded}", "--dest", tmp_path / "pulled").stdout
+    assert elsewhere not in call("pull", recorded).stdout, "here they are"
+
+
 def test_replay_exact_is_status_0(recorded: Path) -> None:
     report = answer("replay", recorded, "--build", BUILD)
     assert report["verdict"] == "exact"

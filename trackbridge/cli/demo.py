@@ -108,6 +108,8 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
     """A progress bar with the loss as a growing line; where there is no terminal, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from trackbridge.reports import wording
+
     losses: list[float] = []
     columns = ("{task.fields[line]}", "loss {task.fields[loss]:.3f}")
     bar = Progress(
@@ -119,7 +121,8 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
         losses.append(loss)
         bar.update(task, completed=index + 1, loss=loss, line=sparkline(losses, 40))
         for anomaly in anomalies:
-            bar.print(f"[red]![/] step {index}: {anomaly.kind} of {anomaly.series} since step {anomaly.onset}")
+            note = f", {wording.peak(anomaly)}" if wording.peak(anomaly) else ""
+            bar.print(f"[red]![/] step {index}: {anomaly.kind} of {anomaly.series} since step {anomaly.onset}{plain(note)}")
         if not out.is_terminal and (index + 1) % (steps // 10) == 0:
             out.print(f"step {index + 1} of {steps}, loss {loss:.3f}")
 
@@ -130,15 +133,15 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
 def _anomalies(anomalies: Sequence[Anomaly], spike: Anomaly | None, out: Console) -> None:
     from rich.table import Table
 
-    table = Table(
-        "anomaly", "step", "series", "value", "expected", "score", "first mover", "over after", box=None, pad_edge=False
-    )
+    from trackbridge.reports import wording
+
+    columns = ("anomaly", "step", "series", "value", "expected", "score", "first mover", "over after", "peak")
+    table = Table(*columns, box=None, pad_edge=False)
     for a in anomalies:
-        mover = f"{a.first_mover[0]} at step {a.first_mover[1]}" if a.first_mover else ""
-        over = "" if a.recovered_after is None else f"{a.recovered_after} steps"
+        over = "" if a.recovered_after is None else wording.plural(a.recovered_after, "step")
         style = "bold red" if spike is not None and a.id == spike.id else None
-        sigma = f"{number(a.score)} sigma"
-        table.add_row(a.kind, str(a.onset), a.series, number(a.value), number(a.expected), sigma, mover, over, style=style)
+        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), wording.sigmas(a.score))
+        table.add_row(*at, wording.moved_first(a), over, wording.peak(a).removeprefix("peak "), style=style)
     out.print()
     out.print(table if anomalies else "[red]no anomaly was detected[/]")
 
@@ -154,6 +157,8 @@ def _deliveries(delivered: Sequence[Delivered], steps: int, out: Console) -> Non
         out.print(f"    look     {plain(d.look)}")
         if d.pull:
             out.print(f"    pull     {plain(d.pull)}")
+        if d.replay:
+            out.print(f"    replay   {plain(d.replay)}")
 
 
 def _verdict(report: dict[str, Any], out: Console) -> None:

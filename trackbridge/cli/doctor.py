@@ -147,7 +147,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
         advice = "pass dir= a folder you can write to, or set TRACKBRIDGE_DIR"
         yield Finding("run folder", "problem", f"{there} cannot be written", advice)
     else:
-        yield Finding("run folder", "ok", f"{folder.absolute()}: {runs} runs")
+        yield Finding("run folder", "ok", f"{folder.absolute()}: {runs} run{'s' * (runs != 1)}")
     free = shutil.disk_usage(there).free
     low = free < LOW_DISK
     advice = "journal, snapshots and capsules go here; free some space or lower recorder.context_bytes" if low else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trackbridge.cli.common import Json, console, emit, plain, size
+
+if TYPE_CHECKING:
+    from trackbridge.capsule import SpikeCapsule
 
 
 def pull(
@@ -48,7 +51,14 @@ def pull(
         return
     out = console()
     out.print(plain(anomaly_line(anomaly)))
-    out.print(f"{len(capsule.files)} files, {size(total)}, every digest checked; tier [bold]{capsule.tier}[/]")
+    out.print(f"{len(capsule.files)} files, {size(total)}, every digest checked; tier [bold]{_tier(capsule)}[/]")
     for lack in capsule.missing:
         out.print(f"[yellow]missing[/] {plain(lack)}")
     out.print(plain(capsule.path), style="bold")
+
+
+def _tier(capsule: SpikeCapsule) -> str:
+    """What the capsule is good for here."""
+    if capsule.joined or capsule.local is None or capsule.local.tier == "explain":
+        return capsule.tier
+    return f"{capsule.local.tier} once the batches are there (they stayed on the recording machine)"

@@ -55,6 +55,7 @@ def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
     from rich.table import Table
 
     from trackbridge.backends.words import anomaly_line
+    from trackbridge.reports.wording import peak
 
     out = console()
     info = record.info
@@ -71,6 +72,8 @@ def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
     out.print(table)
     for anomaly in record.anomalies:
         out.print(f"[red]![/] {plain(anomaly_line(anomaly))}")
+        if peak(anomaly):
+            out.print(f"  [dim]{plain(peak(anomaly))}[/]")
         if anomaly.capsule:
             out.print(f"  [dim]capsule {plain(record.path / anomaly.capsule)}[/]")
     if not record.anomalies:

@@ -19,15 +19,20 @@ import numpy as np
 import trackbridge
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.demo import picture
-from trackbridge.demo.trackers import LOSS, DemoTracker, trackers
+from trackbridge.demo.trackers import LOSS, DemoTracker, program, trackers
 from trackbridge.demo.train import OnStep, Plan, settings, train
 from trackbridge.history import RunRecord
 from trackbridge.records import Anomaly
+from trackbridge.reports import wording
 from trackbridge.reports.page import Table, page
 from trackbridge.reports.spike import page_data
 
 BUILD = "trackbridge.demo.train:build"
 PAGE_SERIES = (LOSS, "grad/norm", "train/lr", "optim/update_ratio", "eval/loss", "perf/tokens_per_s")
+AFTER_EXACT = (
+    "Exact rules out a passing hardware fault: look at the batch and at what changed in the settings; leave those samples out "
+    "or change it, and resume from before the spike."
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What one tracker's own reader gave back. `equal` counts the steps whose loss is the journal's, in `number` format; `look`
-    and `pull` are commands."""
+    """What one tracker's own reader gave back. `equal` counts the steps whose loss is the journal's, in `number` format;
+    `look`, `pull` and `replay` are commands."""
 
     title: str
     number: str
@@ -51,6 +56,7 @@ class Delivered:
     capsules: tuple[str, ...]
     look: str
     pull: str | None
+    replay: str | None
     error: str | None = None
 
     def complete(self, steps: int) -> bool:
@@ -94,7 +100,7 @@ class Story:
 
     def detected(self) -> None:
         spike = self.spike
-        where = f"at step {spike.onset}, {spike.score:.3g} sigma" if spike else "nothing was detected there"
+        where = f"at step {spike.onset}, {wording.sigmas(spike.score)}" if spike else "nothing was detected there"
         self.promise(f"the bad files at step {self.plan.bad_at} were noticed", spike is not None, where)
         sealed = spike is not None and spike.capsule is not None and (self.directory / spike.capsule).is_dir()
         self.promise("a capsule was sealed", sealed, str(self.directory / spike.capsule) if spike and spike.capsule else "")
@@ -112,7 +118,8 @@ class Story:
     def _ask(self, tracker: DemoTracker, journal: dict[int, float]) -> Delivered:
         run = self.record.info
         pull = self._command("pull", tracker) if tracker.pull else None
-        answer = Delivered(tracker.title, tracker.number.__name__, 0, 0, (), tracker.look(run), pull)
+        replay = self._command("replay", tracker, f"--build {BUILD}") if tracker.pull else None
+        answer = Delivered(tracker.title, tracker.number.__name__, 0, 0, (), tracker.look(run), pull, replay)
         try:
             held = tracker.read(run)
         except Exception as error:  # a promise that is not kept, not a crash of the demo
@@ -196,7 +203,7 @@ class Story:
         return [
             ("Fetch the capsule out of the tracker, on any machine:", self._command("pull", source)),
             ("Run the bad step again:", self._command("replay", source, f"--build {BUILD}")),
-            ("If the verdict is exact, the data did it: leave those samples out and resume from before the spike.", ""),
+            (AFTER_EXACT, ""),
         ]
 
     def _reference(self, tracker: DemoTracker) -> str:
@@ -206,7 +213,7 @@ class Story:
     def _command(self, command: str, tracker: DemoTracker, *options: str) -> str:
         """What to type, with the variables it needs."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in tracker.variables.items()]
-        return " ".join([*variables, "trackbridge", command, shlex.quote(self._reference(tracker)), *options])
+        return " ".join([*variables, program("trackbridge"), command, shlex.quote(self._reference(tracker)), *options])
 
 
 @contextmanager

@@ -6,6 +6,8 @@ Nothing here asks the journal or our own bookkeeping: this is the other side's v
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,12 @@ from trackbridge.records import RunInfo
 
 LOSS = "train/loss"
 CAPSULE = "spike-capsule"
+
+
+def program(name: str) -> str:
+    """What to type for `name`: by itself where the shell finds it, else its place in this environment."""
+    beside = Path(sys.executable).parent / name
+    return name if shutil.which(name) or not beside.exists() else shlex.quote(str(beside))
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def _mlflow(folder: Path) -> DemoTracker:
         config=MlflowConfig(tracking_uri=uri, artifact_location=(folder.absolute() / "mlartifacts").as_uri()),
         number=np.float64,
         read=read,
-        look=lambda run: f"mlflow ui --backend-store-uri {shlex.quote(uri)}",
+        look=lambda run: f"{program('mlflow')} ui --backend-store-uri {shlex.quote(uri)}",
         pull=lambda run: f"mlflow:{run.run_id}",
         variables={"MLFLOW_TRACKING_URI": uri},
     )
@@ -95,7 +103,7 @@ def _tensorboard(folder: Path) -> DemoTracker:
         config=config,
         number=np.float32,
         read=read,
-        look=lambda run: config.where(run),
+        look=lambda run: config.where(run).replace("tensorboard", program("tensorboard"), 1),
         pull=lambda run: f"tensorboard:{config.root(run)}",
     )
 
@@ -117,6 +125,6 @@ def _wandb() -> DemoTracker:
         config=WandbConfig(mode="offline"),
         number=np.float64,
         read=read,
-        look=lambda run: f"wandb leet {shlex.quote(str(next(folder(run).glob('offline-run-*'), folder(run))))}",
+        look=lambda run: f"{program('wandb')} leet {shlex.quote(str(next(folder(run).glob('offline-run-*'), folder(run))))}",
         pull=None,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, number, numbers
+from trackbridge.diagnosis.view import View, in_steps, number, numbers
 
 _ODD = 6.0  # sigmas from which a token statistic, or an activation, is called unusual
 _SHAPE = ("entropy", "length", "unique")  # what damaged data changes; "min" and "max" only say that some token is new
@@ -56,9 +56,9 @@ def abrupt(view: View, case: Case) -> None:
     if a.first_mover is not None and view.lead == 0:
         case.add(WEAK, "no series left its band before the onset")
     elif a.first_mover is not None:
-        case.against(SOLID, f"{a.first_mover[0]} moved {view.lead} steps before the onset; a batch acts at once")
+        case.against(SOLID, f"{a.first_mover[0]} moved {in_steps(view.lead)} before the onset; a batch acts at once")
     if view.passed:
-        case.add(WEAK, f"back in its band {a.recovered_after} steps after the onset")
+        case.add(WEAK, f"back in its band {in_steps(a.recovered_after)} after the onset")
     elif a.kind in ("shift", "divergence"):
         case.against(SOLID, "it lasts, and one batch would pass")
     jump = view.lr_jump
@@ -172,7 +172,7 @@ def data_regime_change(view: View, case: Case) -> None:
     if a.first_mover is not None and view.lead == 0:
         case.add(WEAK, "no series left its band before the onset")
     elif view.lead:
-        case.against(SOLID, f"something moved {view.lead} steps before the onset")
+        case.against(SOLID, f"something moved {in_steps(view.lead)} before the onset")
     jump = view.lr_jump
     if jump is not None and jump[0] > 1.5:
         case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from trackbridge.diagnosis.data import is_embedding, known, unusual
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, number
+from trackbridge.diagnosis.view import View, in_steps, number
 
 FP16_MAX = 65504.0
 _ATTENTION = re.compile(
@@ -38,7 +38,7 @@ def fp16_overflow(view: View, case: Case) -> None:
 def activation_outliers(view: View, case: Case) -> None:
     mover = view.anomaly.first_mover
     if mover is not None and mover[0].endswith("/kurtosis") and view.lead >= 2 and not is_embedding(mover[0]):
-        case.add(STRONG, f"{mover[0]} left its band {view.lead} steps before the onset")
+        case.add(STRONG, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
     grown = [
         (ratio, name) for tail in ("/kurtosis", "/max") for name in view.family("act/", tail)
         if (ratio := view.growth(name)) is not None and ratio > 2 and not is_embedding(name)
@@ -66,7 +66,7 @@ def attention_logit_growth(view: View, case: Case) -> None:
                 )
     mover = view.anomaly.first_mover
     if mover is not None and view.lead >= 2 and _ATTENTION.search(mover[0]):
-        case.add(SOLID, f"{mover[0]} left its band {view.lead} steps before the onset")
+        case.add(SOLID, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
 
 
 @rule("embedding-instability", intervention="lower-lr=0.5")
@@ -77,7 +77,7 @@ def embedding_instability(view: View, case: Case) -> None:
             case.add(SOLID, f"{name} had grown {number(ratio)} times before the onset")
     mover = view.anomaly.first_mover
     if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or "head" in mover[0].lower()):
-        case.add(SOLID, f"{mover[0]} left its band {view.lead} steps before the onset")
+        case.add(SOLID, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
 
 
 @rule("hardware-fault", intervention="rerun")
@@ -104,7 +104,7 @@ def hardware_fault(view: View, case: Case) -> None:
         else:
             case.add(WEAK, "the batch's tokens are as usual")
     if view.lead > 0:
-        case.against(SOLID, f"something moved {view.lead} steps before the onset")
+        case.against(SOLID, f"something moved {in_steps(view.lead)} before the onset")
     jump = view.lr_jump
     if jump is not None and jump[0] > 1.5:
         case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, number
+from trackbridge.diagnosis.view import View, in_steps, number
 
 
 @rule("lr-discontinuity", intervention="lower-lr=0.5")
@@ -17,7 +17,7 @@ def lr_discontinuity(view: View, case: Case) -> None:
     if factor <= 1.5:
         case.against(SOLID, "train/lr is smooth around the onset")
         return
-    case.add(STRONG, f"train/lr rose {number(factor)} times at step {step}, {view.onset - step} steps before the onset")
+    case.add(STRONG, f"train/lr rose {number(factor)} times at step {step}, {in_steps(view.onset - step)} before the onset")
     moved = view.rise("optim/update_ratio", 10)
     if moved is not None and moved > 1.5:
         case.add(WEAK, f"optim/update_ratio rose {number(moved)} times")
@@ -47,7 +47,7 @@ def gradient_explosion(view: View, case: Case) -> None:
     if view.anomaly.recovered_after is None:
         case.add(WEAK, "it did not recover")
     else:
-        case.against(SOLID, f"it recovered by itself after {view.anomaly.recovered_after} steps")
+        case.against(SOLID, f"it recovered by itself after {in_steps(view.anomaly.recovered_after)}")
     jump = view.lr_jump
     if jump is not None and jump[0] > 1.5:
         case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}, before the gradient did")

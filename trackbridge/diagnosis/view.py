@@ -194,3 +194,8 @@ def keys(tree: Any) -> Iterable[str]:
 def number(value: float) -> str:
     """A value as evidence shows it: three significant digits."""
     return f"{value:.3g}"
+
+
+def in_steps(count: int | None) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} step{'' if count == 1 else 's'}"
