@@ -21,6 +21,7 @@ from trackbridge.capsule import load
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.journal import JournalWriter
 from trackbridge.records import Anomaly, MicroBatch, Row, Schema, StepContext
+from trackbridge.reports import post_mortem
 from trackbridge.reports.post_mortem import BLANK, SECTIONS
 from trackbridge.rundir import Attempt, RunDirectory, RunFile
 from trackbridge.seal import artifact_for, seal
@@ -294,3 +295,10 @@ def test_batches_kept_beside_are_found_when_the_tracker_renamed_the_capsule(tmp_
     assert not load(pulled).joined
     shutil.copytree(sealed.with_name(sealed.name + ".local"), pulled.with_name(sealed.name + ".local"))
     assert load(pulled).joined
+
+
+def test_token_statistics_are_words_in_the_post_mortem() -> None:
+    seen = {"length": 512, "unique": 90, "min": 0, "max": 255, "top": [32, 0.125], "rarest": [[255, 1]], "entropy": 6.41}
+    said = post_mortem._describe(MicroBatch(0, 0, 20, None, None, {"input": seen}))
+    assert "input: 512 values, 90 different, from 0 to 255, entropy 6.41 bits, most frequent 32 (12.5%), rarest 255" in said
+    assert "{" not in said
