@@ -33,8 +33,8 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def step_cost(directory: Path, *, steps: int = 2000, layers: int = 60) -> dict[str, float]:
-    """Time inside `run.step` only. `layers` Linear layers give 120 parameters, about 500 series in a row."""
+def step_cost(directory: Path, *, steps: int = 2000, layers: int = 31) -> dict[str, float]:
+    """Time inside `run.step` only. `layers` Linear layers give 62 parameters, about 500 series in a row."""
     run = trackbridge.init(dir=directory, recorder={"snapshot_every": 0}, parameters={"weights_every": 1, "moments_every": 0})
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def watched(directory: Path, workers: int, *, feed: bool, backend: Any, **settin
     ended = fingerprint(train(made, run.batches(data) if feed else data, steps=12))
     run.finish(timeout=0.5 if backend else 30)
     for child in psutil.Process().children():
-        if "trackbridge.shipper" in child.cmdline():
-            child.kill()  # a tracker that is down would keep it for half an hour
+        with suppress(psutil.Error):  # it may be gone already
+            if "trackbridge.shipper" in child.cmdline():
+                child.kill()  # a tracker that is down would keep it for half an hour
     return ended
 
 
