@@ -36,7 +36,7 @@ def anomaly_markdown(anomaly: Anomaly) -> str:
         lines += ["", f"{rank}. **{hypothesis.name}**"]
         lines += [f"   - for: {evidence}" for evidence in hypothesis.evidence_for]
         lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
-        lines += [f"   - try: {hypothesis.intervention}"] if hypothesis.intervention else []
+        lines += [f"   - to test it: {hypothesis.intervention}"] if hypothesis.intervention else []
     return "\n".join(lines)
 
 
