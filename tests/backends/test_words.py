@@ -20,7 +20,7 @@ def test_an_anomaly_in_a_line_and_on_a_page() -> None:
         "",
         "1. **corrupt-batch**",
         "   - for: token entropy 7.9 bits",
-        "   - try: skip the batch",
+        "   - to test it: skip the batch",
     ]
     over = words.anomaly_markdown(spike.updated(recovered_after=4, capsule="capsules/spike-120"))
     assert "- recovered: after 4 steps" in over and "- capsule: `capsules/spike-120`" in over
