@@ -417,3 +417,24 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
         assert [summary.run_id for summary in runs(tmp_path)] == ["good"]
     with pytest.raises(trackbridge.TrackbridgeError, match="damaged"):
         trackbridge.load(tmp_path / "bad")
+
+
+def test_a_steps_context_is_on_disk_before_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer killed between the two must not leave a row that cannot be run again."""
+    from trackbridge.journal import JournalReader, JournalWriter
+    from trackbridge.records import Row, StepContext
+
+    behind: list[int] = []
+    append = JournalWriter.append
+
+    def checked(journal: JournalWriter, record: Any) -> int:
+        if isinstance(record, Row) and record.kind == "step":
+            there = JournalReader(journal.directory.parent / "contexts", kinds={StepContext}).read()
+            if not any(isinstance(context, StepContext) and context.step == record.step for context in there):
+                behind.append(record.step)
+        return append(journal, record)
+
+    monkeypatch.setattr(JournalWriter, "append", checked)
+    run = trackbridge.init(dir=tmp_path, strict=True)
+    train(setup(run=run), run.batches(loader()), steps=6)
+    assert run.finish() and behind == []

@@ -215,10 +215,10 @@ class Scribe:
         schema, places = self._layout(reading, present, tuple(item.host))
         host = np.fromiter(item.host.values(), np.float64, len(item.host))
         row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values))[places])
-        self._rows.append(row)
         if self._recorder is not None and item.context is not None and self._recording.alive:
-            with self._recording:
+            with self._recording:  # before the row: a step that a killed trainer's journal tells of can be run again
                 self._contexts.append(self._recorder.pack(item.context))
+        self._rows.append(row)
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.update(row):
