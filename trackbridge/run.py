@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from trackbridge import attempts, hostcopy, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
-from trackbridge.batches import Feed, Fetch, LoaderBook
+from trackbridge.batches import Feed, LoaderBook
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors import Watch
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
+from trackbridge.intake import Intake
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import keep
 from trackbridge.pace import Pace
@@ -166,6 +167,7 @@ class Run:
             if settings.recorder.enabled
             else None
         )
+        self._intake = Intake(self._recorder, self._pace, self._inert)
         self._host = HostSampler()
         recorder = self._recorder
         self._scribe = Scribe(
@@ -262,23 +264,7 @@ class Run:
         The order of the batches, their content and every RNG state are those of the bare loop. `skip` names batches that are
         fetched but not handed out; `epoch` numbers the next pass where the loop knows better (after a resume).
         """
-        return Feed(loader, None if self._inert() else self, book=self._book, skip=skip, epoch=epoch, part=self._feeding)
-
-    # what a feed tells (`trackbridge.batches.Observer`)
-
-    def before_fetch(self, *, opening: bool = False) -> None:
-        if self._recorder is not None and not self._inert():
-            self._recorder.before_fetch(opening=opening)
-
-    def fetched(self, batch: Any, fetch: Fetch, /) -> None:
-        if not self._inert():
-            self._pace.fetched(fetch.seconds)
-            if self._recorder is not None:
-                self._recorder.fetched(batch, fetch)
-
-    def exhausted(self) -> None:
-        if self._recorder is not None and not self._inert():
-            self._recorder.exhausted()
+        return Feed(loader, self._intake, book=self._book, skip=skip, epoch=epoch, part=self._feeding)
 
     def micro(
         self,
