@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,45 @@ def test_damaged_journal_loads_what_is_good(tmp_path: Path) -> None:
     steps, values = record.series("train/loss")
     assert 190 <= len(steps) < 200 and (values == steps).all()
     assert record.damage
+
+
+@pytest.mark.parametrize("how", ["cut", "emptied", "deleted"])
+def test_a_journal_whose_end_is_gone_is_not_called_whole(tmp_path: Path, how: str) -> None:
+    """The trackers' cursors know how far it went."""
+    with trackbridge.init(dir=tmp_path, backend="tensorboard") as run:
+        for k in range(50):
+            run.step(loss=float(k))
+    (segment,) = (run.dir / "rank-0000" / "rows").iterdir()
+    if how == "deleted":
+        segment.unlink()
+    else:
+        segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2] if how == "cut" else b"")
+    with pytest.warns(RuntimeWarning, match=r"\d+ records lost"):
+        record = trackbridge.load(run.dir)
+    assert record.damage.records_lost >= 20
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 300])
+def test_folders_that_cannot_be(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path / folder)
+    one_line(error)
+
+
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+import trackbridge
+try:
+    trackbridge.init
+except trackbridge.TrackbridgeError as error:
+    print(error)
+"""
+
+
+def test_without_torch_init_gives_the_pip_command() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "'torch' is not installed; run: pip install 'trackbridge[torch]'"
 
 
 def test_a_run_that_does_not_exist(tmp_path: Path) -> None:

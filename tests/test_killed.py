@@ -69,6 +69,8 @@ def everything_arrived(tmp_path: Path, run: Path) -> None:
 
     rows = [(r["trackbridge/step"], r["train/loss"]) for r in read_wandb(run / "wandb").history if "train/loss" in r]
     assert rows == list(zip(steps.tolist(), losses.tolist(), strict=True))
+    there = read_wandb(run / "wandb")
+    assert there.exit_code not in (0, None) and "spike-capsule" in {artifact.kind for artifact in there.artifacts}
 
     for ref in (f"mlflow:{held.info.run_id}@{anomaly.step}", f"tensorboard:{run / 'tensorboard'}@{anomaly.step}"):
         capsule = trackbridge.pull(ref, tmp_path / "pulled" / ref.split(":")[0])

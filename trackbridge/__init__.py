@@ -35,11 +35,16 @@ _WHERE = {
     "pull": "trackbridge.fetch",
 }
 _MODULES = ("replay", "testing")
+_NEED_TORCH = ("Run", "init", "replay")
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        from trackbridge.plugins import require
+
+        require("torch", "torch")
     if name in _WHERE:
         value = getattr(import_module(_WHERE[name]), name)
     elif name in _MODULES:

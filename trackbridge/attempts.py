@@ -52,7 +52,10 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
     if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or run_id.startswith("."):
         raise ConfigError(f"run id {run_id!r} may only have letters, digits, '-', '_' and '.'")
     directory = RunDirectory(Path(settings.dir) / run_id)
-    exists = directory.file.exists()
+    try:
+        exists = directory.file.exists()
+    except (OSError, ValueError) as error:  # a name too long, a NUL
+        raise ConfigError(f"dir={str(settings.dir)[:80]!r} cannot be a folder: {_why(error)}; pass another") from None
     if exists and settings.resume == "never":
         raise ConfigError(f"run {run_id!r} exists in {directory.path}: pass resume='auto' to go on with it, or another id")
     if not exists and settings.resume == "must":
@@ -101,5 +104,9 @@ def _create(directory: RunDirectory) -> None:
         probe = directory.path / f".write-{os.getpid()}"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {directory.path}: {error.strerror}; pass dir= a folder you can write to") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write to {directory.path}: {_why(error)}; pass dir= a folder you can write to") from None
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

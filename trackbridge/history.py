@@ -93,6 +93,10 @@ class RunRecord:
                         self._end = record
         self.anomalies: list[Anomaly] = sorted(latest.values(), key=lambda anomaly: (anomaly.step, anomaly.id))
         self.damage: Damage = reader.damage
+        gone = directory.delivered() - reader.position  # a tracker has records that the journal's end should hold
+        if gone > 0:
+            self.damage.records_lost += gone
+            self.damage.note("the end of the journal, which a tracker has")
         if reader.unread_bytes and self.status != "running":
             self.damage.bytes_skipped += reader.unread_bytes
             self.damage.note("the end of the newest segment")

@@ -75,6 +75,16 @@ class RunDirectory:
         """The ranks that have a folder here, ascending."""
         return sorted(int(p.name[5:]) for p in self.path.glob("rank-[0-9][0-9][0-9][0-9]*") if p.is_dir())
 
+    def delivered(self) -> int:
+        """The highest journal `seq` that any tracker's cursor says is delivered, -1 if there is none."""
+        found = -1
+        for cursor in self.shipper.glob("*.json"):
+            try:
+                found = max(found, int(json.loads(cursor.read_bytes())["seq"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # a damaged cursor knows nothing
+        return found
+
     def read(self) -> RunFile:
         """``run.json``. Raises `ReferenceNotFoundError` if this is no run directory, `TrackbridgeError` if it is damaged."""
         try:

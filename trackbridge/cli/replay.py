@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trackbridge import plugins
 from trackbridge.cli.common import Json, console, plain
 from trackbridge.errors import TrackbridgeError, UsageError
 
@@ -34,6 +35,7 @@ def replay(
     3 it could not run.
     """
     try:
+        plugins.require("torch", "torch")
         report = _replay(reference, build, dest, runs)
     except TrackbridgeError as error:
         typer.echo(f"trackbridge: {error}", err=True)

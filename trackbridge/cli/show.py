@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,9 @@ def show(
     from trackbridge import load, shipper
 
     with console(stderr=True).status("Reading the journal ..."):
-        record = load(find_run(reference, folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the damage is on the page
+            record = load(find_run(reference, folder))
         backends = shipper.status(record.path)
     if json:
         emit(_plain(record, backends))

@@ -35,10 +35,10 @@ class Damage:
         if not self:
             return f"the journal {self.directory} is undamaged"
         place = f", first at {self.where[0]}" if self.where else ""
-        records = "1 record" if self.records_lost == 1 else f"{self.records_lost} records"
+        records = {0: "an unknown number of records", 1: "1 record"}.get(self.records_lost, f"{self.records_lost} records")
         return (
             f"the journal {self.directory} is damaged: {records} lost, {self.bytes_skipped} bytes unreadable{place}; "
-            "everything else was read"
+            "what is whole was read"
         )
 
     def note(self, place: str) -> None:

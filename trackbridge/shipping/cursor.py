@@ -58,7 +58,7 @@ def cursors(directory: RunDirectory) -> dict[str, Cursor]:
 
 def first_free_seq(directory: RunDirectory) -> int:
     """The least `seq` that no tracker can know: what a resumed run's journal must go on with (`JournalWriter(floor=...)`)."""
-    return 1 + max((cursor.seq for cursor in cursors(directory).values()), default=-1)
+    return 1 + directory.delivered()
 
 
 @dataclass
