@@ -250,6 +250,29 @@ def test_a_forked_child_is_inert(tmp_path: Path) -> None:
     assert trackbridge.load(run.dir).series("train/loss")[1].tolist() == [1.0, 3.0]
 
 
+def test_detect_wants_numbers() -> None:
+    for steps, loss in (
+        ([float("nan")], [1.0]),
+        (None, [1.0]),
+        (["a"], [1.0]),
+        ([0], ["x"]),
+        ([1e300], [1.0]),
+        ([0, 1], [1.0]),
+    ):
+        with pytest.raises(UsageError) as error:
+            trackbridge.detect(steps, loss)  # type: ignore[arg-type]
+        one_line(error)
+    with pytest.raises(ConfigError):
+        trackbridge.detect([0], [1.0], settings=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ref", [5, None, ""])
+def test_pull_wants_a_reference(ref: object) -> None:
+    with pytest.raises(UsageError) as error:
+        trackbridge.pull(ref)  # type: ignore[arg-type]
+    one_line(error)
+
+
 def test_every_error_is_a_trackbridge_error() -> None:
     for kind in (ConfigError, MissingExtraError, UsageError, ReferenceNotFoundError):
         assert issubclass(kind, TrackbridgeError)

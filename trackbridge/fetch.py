@@ -58,6 +58,8 @@ def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = un
         CapsuleError: the capsule is damaged, hostile, larger than `max_bytes`, or of an unknown format.
         MissingExtraError: the tracker's package is not installed.
     """
+    if not isinstance(ref, (str, Path)) or not str(ref):
+        raise UsageError(f"a capsule reference is a path or one of: {FORMS}; not {ref!r}")
     reference = Reference.parse(ref)
     if reference.kind == LOCAL:
         found = _local(Path(reference.where), reference.step)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors.watch import Watch
 from trackbridge.errors import ConfigError, UsageError, nearest
-from trackbridge.records import Anomaly, Row, Schema
+from trackbridge.records import Anomaly, FloatArray, Row, Schema
 
 __all__ = ["Watch", "detect"]
 
@@ -28,11 +28,13 @@ def detect(
     `steps` and `loss` have shape (n,); `grad_norm` too, NaN-free where it is unknown is not possible, so leave it out.
     Raises `UsageError` when the lengths differ and `ConfigError` for bad settings.
     """
-    at = np.asarray(steps, np.float64).ravel()
-    columns = [np.asarray(loss, np.float64).ravel()]
+    at = _numbers("steps", steps)
+    if not np.isfinite(at).all() or (np.abs(at) > 2**53).any():
+        raise UsageError("steps must be finite whole numbers")
+    columns = [_numbers("loss", loss)]
     names = ["train/loss"]
     if grad_norm is not None:
-        columns.append(np.asarray(grad_norm, np.float64).ravel())
+        columns.append(_numbers("grad_norm", grad_norm))
         names.append("grad/norm")
     if any(len(column) != len(at) for column in columns):
         raise UsageError(f"steps and values differ in length: {[len(at), *map(len, columns)]}; pass one value per step")
@@ -47,9 +49,18 @@ def detect(
     return list(found.values())
 
 
+def _numbers(what: str, given: Any) -> FloatArray:
+    try:
+        return np.asarray(given, np.float64).ravel()
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{what} must be a sequence of numbers, one per step, not {type(given).__name__}") from None
+
+
 def _settings(given: DetectionConfig | dict[str, Any] | None) -> DetectionConfig:
     if given is None or isinstance(given, DetectionConfig):
         return given or DetectionConfig()
+    if not isinstance(given, dict):
+        raise ConfigError(f"settings must be a DetectionConfig or a dict of its fields, not {type(given).__name__}")
     try:
         return DetectionConfig(**given)
     except ValidationError as error:
