@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
     assert "not every rank called trackbridge.init" in torchrun(tmp_path, LONELY)
 
 
-def test_world_without_a_process_group_needs_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_without_a_process_group_is_told_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     ranks = Ranks.current()

@@ -438,3 +438,11 @@ def test_a_steps_context_is_on_disk_before_its_row(tmp_path: Path, monkeypatch: 
     run = trackbridge.init(dir=tmp_path, strict=True)
     train(setup(run=run), run.batches(loader()), steps=6)
     assert run.finish() and behind == []
+
+
+def test_checkpoints_are_in_the_record(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, strict=True) as run:
+        run.step(loss=1.0)
+        run.checkpoint_saved("ckpt/1.pt", 1)
+    saved = [p.values["checkpoint"] for p in trackbridge.load(run.dir).params if "checkpoint" in p.values]
+    assert saved == [{"path": str(Path("ckpt/1.pt").absolute()), "step": 1}]

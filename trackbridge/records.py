@@ -17,10 +17,6 @@ import numpy.typing as npt
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 RunStatus: TypeAlias = Literal["finished", "failed", "killed"]
 
-ANOMALY_KINDS = (
-    "spike", "nonfinite", "drift", "divergence", "plateau", "shift", "throughput", "memory", "stall", "rule",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Schema:

@@ -9,13 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 Verdict: TypeAlias = Literal["exact", "within-noise", "not-reproduced", "incomplete"]
 
-MEANING = {
-    "exact": "every compared number of every step is the recorded one, bit for bit, and so is the random state",
-    "within-noise": "the replays differ from the record no more than from each other",
-    "not-reproduced": "the replay differs from the record by more than the replays differ from each other",
-    "incomplete": "something that the replay needs is missing",
-}
-
 
 class Found(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
