@@ -152,7 +152,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("throughput", "speed", "Throughput", ("perf/tokens_per_s", "perf/samples_per_s")),
     Panel(
         "step-time", "speed", "Step time and its parts",
-        ("perf/step_s", "perf/fetch_s", "perf/forward_s", "perf/backward_s", "perf/optimizer_s", "perf/other_s"),
+        ("perf/step_s", "perf/fetch_s", "perf/forward_s", "perf/backward_s", "perf/optimizer_s"),
     ),
     Panel("utilisation", "speed", "Share of the device's peak", ("perf/mfu", "perf/hfu")),
     Panel("pauses", "speed", "Pauses (evaluation, saving)", ("perf/paused_s/<what>",)),
@@ -179,7 +179,6 @@ CONDITIONAL: Mapping[str, str] = {
     "train/loss_scale": "a GradScaler",
     LR_GROUPS: "several parameter groups",
     "perf/samples_per_s": "samples given to run.step or run.micro",
-    "perf/other_s": "a model whose forward and backward passes were seen",
     "perf/mfu": "a device whose peak is known",
     "perf/hfu": "a device whose peak is known",
     "mem/allocated_bytes": "a CUDA device",

@@ -1,0 +1,106 @@
+"""A newcomer's five questions about an anomaly, answered in this order by every tracker, page and report.
+
+What happened, when, how bad, what moved first, what to do now. Plain Markdown; nothing but records is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from trackbridge.records import Anomaly, Hypothesis
+
+QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
+
+# What to change, by hand, in a run that tests a hypothesis.
+INTERVENTIONS = {
+    "skip-batch": "rerun with the batch left out (run.batches(loader, skip=...)) and see whether the anomaly is gone",
+    "lower-lr=0.5": "rerun with half the learning rate, set in your training code or in the build function of the replay",
+    "clip=1.0": "rerun with the gradient clipped to a norm of 1 before the optimizer's step",
+    "full-precision": "rerun in float32, without autocast and loss scaling",
+    "reset-momentum": "rerun with the optimizer's state cleared at the restart step",
+    "rerun": "rerun as recorded: what does not come back was not in the data, the weights or the code",
+}
+
+
+def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(question, answer) in the order of `QUESTIONS`; an answer is Markdown of one or a few sentences. `commands` are what to
+    type for the capsule, such as ``trackbridge pull ...``."""
+    given = (happened(anomaly), when(anomaly), how_bad(anomaly), first(anomaly), now(anomaly, commands))
+    return list(zip(QUESTIONS, given, strict=True))
+
+
+def happened(anomaly: Anomaly) -> str:
+    """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
+    value = f"**{anomaly.value:.4g}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
+    expected = f" where **{anomaly.expected:.4g}** was expected" if math.isfinite(anomaly.expected) else ""
+    return f"**{anomaly.series}** was {value}{expected} ({anomaly.kind})."
+
+
+def when(anomaly: Anomaly) -> str:
+    at = f" ({time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(anomaly.time))})" if anomaly.time else ""
+    over = anomaly.recovered_after
+    back = "Not back to normal so far." if over is None else f"Back to normal after {plural(over, 'step')}."
+    return f"From step **{anomaly.onset}**, seen at step {anomaly.step}{at}. {back}"
+
+
+def how_bad(anomaly: Anomaly) -> str:
+    far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
+    further = peak(anomaly)
+    return f"{far}.{f' {further.capitalize()}.' if further else ''}"
+
+
+def first(anomaly: Anomaly) -> str:
+    moved = moved_first(anomaly) or "nobody looked"
+    return f"{moved[0].upper()}{moved[1:]}."
+
+
+def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
+    """The experiment that the first hypothesis asks for, then the commands."""
+    lead = anomaly.hypotheses[0] if anomaly.hypotheses else None
+    if lead is not None and lead.intervention:
+        said = f"To test the first hypothesis, {lead.name}: {how_to_test(lead.intervention)}."
+    elif lead is not None:
+        said = f"Look at the evidence for {lead.name}."
+    else:
+        said = "Look at the batch and at what changed; the record suggests no cause yet."
+    return " ".join([said, *(f"`{command}`" for command in commands)])
+
+
+def how_to_test(intervention: str) -> str:
+    """A sentence, without its full stop, for the name of an intervention; a rule of a third party may give its own sentence."""
+    return INTERVENTIONS.get(intervention, intervention).rstrip(".")
+
+
+def shown(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """The hypotheses worth a reader's time: "unknown" only where it leads."""
+    return [hypothesis for place, hypothesis in enumerate(hypotheses) if place == 0 or hypothesis.name != "unknown"]
+
+
+def plural(count: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def moved_first(anomaly: Anomaly) -> str:
+    """What left its band before the series that raised the alarm, in words; "" when nobody looked."""
+    mover = anomaly.first_mover
+    if mover is None:
+        return ""
+    own = dict(anomaly.cascade).get(anomaly.series, anomaly.onset)
+    if mover[0] != anomaly.series and mover[1] < own:
+        return f"{mover[0]} at step {mover[1]}"
+    name = "the loss" if anomaly.series == "train/loss" else anomaly.series
+    together = all(step == mover[1] for _, step in anomaly.cascade)
+    return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
+
+
+def sigmas(score: float) -> str:
+    """``40.3 sigma``, or what is said of a value that is not a number at all."""
+    return f"{score:.3g} sigma" if math.isfinite(score) else "not finite"
+
+
+def peak(anomaly: Anomaly) -> str:
+    """The note on how far it went after its own step, "" without one."""
+    return next((note for note in anomaly.notes if note.startswith("peak ")), "")
