@@ -233,6 +233,11 @@ def known(series: str) -> names.Metric | None:
     return next((metric for metric in names.CATALOGUE if metric.name == series), None) or names.describe(series)
 
 
+def picture(panel: Panel) -> str:
+    """What the picture of a heatmap panel is called in every tracker, and, with ``.png``, in a capsule."""
+    return f"pictures/{panel.id}"
+
+
 def of(use: Use, present: Collection[str] | None = None) -> list[Panel]:
     """The panels of a section as `use` wants them, in the order of `PANELS`. `present` are the series of the run: panels that
     would be empty are left out; None leaves out none. Raises `KeyError` for a series that the catalogue does not have."""

@@ -1,157 +1,143 @@
-"""The spike-forensics report for W&B, as the JSON that W&B's server stores: built and read without a network.
+"""W&B reports from templates, as the JSON that W&B's server stores: built and read without a network.
 
-What is on it is data (`SECTIONS`); series come from the catalogue in `names`, so a renamed one breaks the build and not the
-chart. W&B makes up ids at random; ours count, so that the same anomaly gives the same bytes.
+What is on a report is data (`trackbridge.panels`). W&B makes up ids at random; ours count, so that the same subject gives the
+same bytes. A report has its own name on the server, made of what it is about, so that making it again updates it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
-from trackbridge import names
-from trackbridge.backends import words
-from trackbridge.config import StreamConfig
-from trackbridge.errors import UsageError
-from trackbridge.history import RunRecord
+from trackbridge import panels
+from trackbridge.answers import QUESTIONS, answers
+from trackbridge.panels import CONTENTS, Panel, Template, Use
 from trackbridge.plugins import require
-from trackbridge.records import Anomaly, Row
-from trackbridge.stream import Stream
+from trackbridge.records import Anomaly
 
 WINDOW = 50
 """Steps shown before the onset and after the detection."""
 COLUMNS = 24
 HEIGHT = 8
+PICTURE_HEIGHT = 12
+_TITLE = 128
 
-
-class RunLike(Protocol):
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One line plot over the step. `series` are names from the catalogue; one with ``<...>`` in it is a family, drawn by a
-    regular expression. `near`: only the steps around the anomaly."""
-
-    title: str
-    series: tuple[str, ...]
-    log: bool = False
-    near: bool = True
-    width: int = COLUMNS // 2
-
-    @property
-    def regex(self) -> str | None:
-        """What the family members among the series match; None without a family."""
-        return "|".join(names.regex(series) for series in self.series if "<" in series) or None
-
-    def draws(self, series: str) -> bool:
-        return series in self.series or (self.regex is not None and re.fullmatch(self.regex, series) is not None)
-
-
-SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    (
-        "What happened",
-        (
-            Panel("Loss around the anomaly", ("train/loss",)),
-            Panel("Gradient norm around the anomaly", ("grad/norm", "grad/norm_clipped"), log=True),
-            Panel("Loss, whole run", ("train/loss",), near=False),
-            Panel("Anomaly score (sparse: no point is lost)", ("anomaly/score",), near=False),
-        ),
-    ),
-    (
-        "What moved first",
-        (
-            Panel("Largest gradient norm of any parameter", ("layers/grad_norm_max",), log=True),
-            Panel("Largest kurtosis of any module", ("layers/kurtosis_max",)),
-            Panel("Gradient norm by parameter", ("layer/<parameter>/grad_norm",), log=True),
-            Panel("Kurtosis by module", ("act/<module>/kurtosis",)),
-            Panel("Update-to-weight ratio by parameter", ("layer/<parameter>/update_ratio",), log=True),
-            Panel("Largest activation by module", ("act/<module>/max",), log=True),
-        ),
-    ),
-    (
-        "Under which conditions",
-        (
-            Panel("Learning rate", ("train/lr",), width=8),
-            Panel("Loss scale", ("train/loss_scale",), log=True, width=8),
-            Panel("Updates skipped", ("optim/skipped",), width=8),
-            Panel("Throughput", ("perf/tokens_per_s",), width=8),
-            Panel("Step time and its parts", ("perf/step_s", "perf/fetch_s", "perf/forward_s", "perf/backward_s"), width=8),
-            Panel("Device memory", ("mem/allocated_bytes", "mem/reserved_bytes"), width=8),
-            Panel("Series that were NaN or infinite", ("nonfinite/<series>",), near=False, width=24),
-        ),
-    ),
+ASKED_NOBODY = "Made without looking at the run: see the charts below, or make this report again without --dry-run."
+# Of all runs of a project: where each question is answered.
+_COMPARED = (
+    "Anomalies of each run: the bars below; each is described in the run's summary under anomaly/.",
+    "Where the anomaly score has a point: that is the step of the detection.",
+    "The height of that point, in robust sigmas; and how far the loss went in the chart beside it.",
+    "The extremes over all layers, run against run.",
+    "Open the worst run's spike forensics: `trackbridge report wandb:{entity}/{project}/RUN_ID --template spike-forensics`.",
 )
 
 
-def build_spec(
-    run: RunLike,
-    anomaly: Anomaly,
-    entity: str,
-    project: str,
-    *,
-    artifact: str | None = None,
-    present: Collection[str] | None = None,
-) -> dict[str, Any]:
-    """The report's spec for one anomaly of one run. `artifact` is the name of the capsule's artifact, if there is one;
-    `present` the series of the run: panels that would be empty are left out."""
+@dataclass(frozen=True)
+class Subject:
+    """What a report is about. `run_id` is "" for all runs of a project.
+
+    `step` is the anomaly's, where it is all that is known of it. `present`: the series of the run in W&B (None: unknown, then
+    every panel is drawn). `pictures`: the ids of the heatmap panels whose picture is there (None: unknown). `texts`: Markdown
+    by its id in `panels.CONTENTS`. `artifact`: the name of the capsule's artifact. `ref`: what `trackbridge pull` takes.
+    """
+
+    entity: str
+    project: str
+    run_id: str = ""
+    name: str = ""
+    anomaly: Anomaly | None = None
+    step: int | None = None
+    present: Collection[str] | None = None
+    pictures: Collection[str] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    artifact: str | None = None
+
+    @property
+    def ref(self) -> str:
+        at = self.anomaly.step if self.anomaly else self.step
+        where = f"{self.artifact}:step-{at}" if self.artifact else f"{self.run_id}{'' if at is None else f'@{at}'}"
+        return f"wandb:{self.entity}/{self.project}/{where}"
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        return (f"trackbridge pull {self.ref}", f"trackbridge replay {self.ref} --build my_module:build")
+
+    @property
+    def onset(self) -> int | None:
+        return self.anomaly.onset if self.anomaly else self.step
+
+
+def build(template: Template, subject: Subject) -> dict[str, Any]:
+    """The report's spec. Raises `KeyError` for a series that the catalogue does not have, `MissingExtraError` without
+    wandb-workspaces."""
     wr = require("wandb_workspaces.reports.v2", "reports")
-    blocks = [
-        wr.MarkdownBlock(words.anomaly_markdown(anomaly)),
-        wr.MarkdownBlock(_commands(run, anomaly, entity, project, artifact)),
-    ]
-    for title, section in SECTIONS:
-        panels = [panel for panel in section if present is None or any(panel.draws(series) for series in present)]
-        if panels:
-            blocks += [wr.H2(title), wr.PanelGrid(runsets=[_runset(run)], panels=list(_plots(panels, anomaly)))]
-    if artifact is not None:
-        blocks += [wr.H2("The capsule"), wr.WeaveBlockArtifact(entity, project, artifact, "files")]
-    report = wr.Report(entity=entity, project=project, title=title_of(anomaly), width="readable", blocks=blocks)
-    return to_spec(report)
+    blocks = [wr.MarkdownBlock(five_answers(template, subject))]
+    for use in template.uses:
+        blocks += _section(use, template, subject)
+    title = title_of(template, subject)
+    return to_spec(wr.Report(entity=subject.entity, project=subject.project, title=title, width="readable", blocks=blocks))
 
 
-def spike_forensics(record: RunRecord, *, entity: str = "ENTITY", project: str | None = None) -> dict[str, Any]:
-    """The spec for the most severe anomaly of a recorded run. Raises `UsageError` if it has none."""
-    if not record.anomalies:
-        raise UsageError(f"run {record.info.run_id} has no anomaly to report on")
-    worst = max(record.anomalies, key=lambda anomaly: (anomaly.severity, anomaly.score, -anomaly.onset))
-    held = [artifact.name for artifact in record.artifacts if artifact.metadata.get("anomaly_id") == worst.id]
-    artifact = held[-1] if held else None
-    where = project or record.info.project
-    return build_spec(record.info, worst, entity, where, artifact=artifact, present=_sent(record, worst))
+def five_answers(template: Template, subject: Subject) -> str:
+    """The five questions with their answers, as Markdown: the top of every report."""
+    if template.about == "project":
+        given = [text.format(entity=subject.entity, project=subject.project) for text in _COMPARED]
+        pairs = list(zip(QUESTIONS, given, strict=True))
+    elif subject.anomaly is not None:
+        pairs = answers(subject.anomaly, subject.commands if subject.artifact else ())
+    elif subject.step is not None or subject.present is None:
+        at = "" if subject.step is None else f"Around step {subject.step}. "
+        look = f"Bring the evidence to your machine: `{subject.commands[0]}`"
+        pairs = list(zip(QUESTIONS, (f"{at}{ASKED_NOBODY}", at or "See the anomaly score.", "See the anomaly score.",
+                                     "See below, layer by layer.", look), strict=True))  # fmt: skip
+    else:
+        said = ("No anomaly was detected.", "Nowhere in this run.", "Not at all.", "Nothing.", "Nothing needs to be done.")
+        pairs = list(zip(QUESTIONS, said, strict=True))
+    return "\n\n".join(f"**{question}.** {answer}" for question, answer in pairs)
 
 
-def _sent(record: RunRecord, anomaly: Anomaly) -> set[str]:
-    """The series that the stream policy of the run sends to a tracker, as far as the steps around `anomaly` show."""
-    stream = Stream(StreamConfig.model_validate(record.settings.get("stream", {})))
-    near = [row for row in record.rows() if abs(row.step - anomaly.step) <= WINDOW]
-    sent = stream.push(sorted([*near, anomaly], key=lambda record: record.seq)) + stream.finish()
-    return {name for row in sent if isinstance(row, Row) for name in row.schema.names}
-
-
-def title_of(anomaly: Anomaly) -> str:
+def title_of(template: Template, subject: Subject) -> str:
     """Without a slash: W&B makes the report's address of it, and its client cannot find a report with one in its title."""
-    return f"Spike forensics: {anomaly.kind} in {anomaly.series.replace('/', ' ')} at step {anomaly.step}"
+    at = "" if subject.onset is None else f" at step {subject.anomaly.step if subject.anomaly else subject.step}"
+    what = f": {subject.anomaly.kind} in {subject.anomaly.series}" if subject.anomaly else ("" if not at else ": anomaly")
+    said = f"{template.title}{what}{at}" if template.about == "anomaly" else template.title
+    of = f" ({subject.name or subject.run_id})" if subject.run_id else ""
+    return f"{said}{of}".replace("/", " ").replace("--", "-")[:_TITLE]
+
+
+def view_name(template: Template, subject: Subject) -> str:
+    """The report's name on the server: 12 lower-case letters, as W&B's own are, and the same for the same template, run and
+    step. This is how a report is found again."""
+    at = ""
+    if template.about == "anomaly":
+        at = str(subject.anomaly.step if subject.anomaly else subject.step)
+    key = "\n".join(("trackbridge", template.name, subject.run_id, at))
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    letters = string.ascii_lowercase
+    return "".join(letters[(number // len(letters) ** place) % len(letters)] for place in range(12))
 
 
 def to_spec(report: Any) -> dict[str, Any]:
     """A wandb-workspaces report as strict JSON with stable ids."""
-    spec = json.loads(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    return stable(json.loads(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)))
+
+
+def stable(spec: dict[str, Any]) -> dict[str, Any]:
+    """`spec` with counted ids instead of W&B's random ones, and no NaN."""
     numbers = count(1)
     for item in _walk(spec):
         if "__id__" in item:
             item["__id__"] = f"panel{next(numbers):06d}"
         if "runFeed" in item:
             item["id"] = "runs000001"
-    return dict(spec)
+    return spec
 
 
 def from_spec(spec: dict[str, Any], entity: str, project: str, title: str) -> Any:
@@ -167,49 +153,119 @@ def from_spec(spec: dict[str, Any], entity: str, project: str, title: str) -> An
     return wr.Report._from_model(view)
 
 
-def _commands(run: RunLike, anomaly: Anomaly, entity: str, project: str, artifact: str | None) -> str:
-    where = f"{artifact}:step-{anomaly.step}" if artifact else f"{run.run_id}@{anomaly.step}"
-    ref = f"wandb:{entity}/{project}/{where}"
-    commands = f"trackbridge pull {ref}\ntrackbridge replay {ref} --build my_module:build"
+def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
+    """The blocks of one section: its charts in a grid, then its texts and tables. Nothing if it has nothing to show."""
+    wr = require("wandb_workspaces.reports.v2", "reports")
+    found = [panel for panel in panels.of(use, subject.present) if _there(panel, subject)]
+    if template.about == "project" and use.section == "outcome":
+        found = [panel for panel in found if panel.view != "scalar"]
+    if not found:
+        return
+    yield wr.H2(use.title or panels.SECTIONS[use.section])
+    charts = [panel for panel in found if panel.series]
+    if charts:
+        drawn = list(plots(charts, subject.onset if use.near else None, across=template.about == "project"))
+        if template.about == "project" and use.section == "outcome":
+            drawn += _comparison(drawn)
+        yield wr.PanelGrid(runsets=[_runset(subject)], panels=drawn)
+    for panel in found:
+        if panel.content == "capsule" and subject.artifact is not None:
+            yield wr.MarkdownBlock(_commands(subject))
+            yield wr.WeaveBlockArtifact(subject.entity, subject.project, subject.artifact, "files")
+        elif panel.content in subject.texts:
+            yield wr.H3(panel.title)
+            yield wr.MarkdownBlock(subject.texts[panel.content])
+
+
+def _there(panel: Panel, subject: Subject) -> bool:
+    """Whether the subject has what `panel` shows besides series."""
+    if panel.content == "capsule":
+        return subject.artifact is not None
+    if panel.content:
+        assert panel.content in CONTENTS
+        return panel.content in subject.texts
+    return panel.view != "heatmap" or subject.pictures is None or panel.id in subject.pictures
+
+
+def plots(chosen: Iterable[Panel], onset: int | None = None, *, across: bool = False) -> Iterator[Any]:
+    """The panels as wandb-workspaces panels, in rows of `COLUMNS`. With `onset`: cut to the steps around it, which is marked.
+    `across`: for several runs."""
+    wr = require("wandb_workspaces.reports.v2", "reports")
+    x = y = tallest = 0
+    for panel in chosen:
+        if x + panel.width > COLUMNS:
+            x, y, tallest = 0, y + tallest, 0
+        high = PICTURE_HEIGHT if panel.view == "heatmap" else HEIGHT
+        at = wr.Layout(x, y, panel.width, high)
+        if panel.view == "heatmap":
+            yield wr.MediaBrowser(title=panel.title, media_keys=[panels.picture(panel)], num_columns=1, layout=at)
+        elif panel.view == "scalar":
+            most = "max" if across else None
+            yield wr.ScalarChart(title=panel.title, metric=wr.SummaryMetric(panel.series[0]), groupby_aggfunc=most, layout=at)
+        else:
+            yield _line(panel, onset, at)
+        x, tallest = x + panel.width, max(tallest, high)
+
+
+def _line(panel: Panel, onset: int | None, layout: Any) -> Any:
+    wr = require("wandb_workspaces.reports.v2", "reports")
+    given: dict[str, Any] = {"y": list(panel.single)}
+    title = panel.title
+    if panel.regex is not None:
+        given["metric_regex"] = panel.regex
+    if onset is not None:
+        given["range_x"] = (max(onset - WINDOW, 0), onset + WINDOW)
+        if panel.marked:
+            title += f" (onset: step {onset})"
+            if panel.single:
+                given["custom_expressions"] = [onset_mark(panel, onset)]
+    # Buckets keep the extremes; sampling or smoothing would hide the one step that matters.
+    return wr.LinePlot(
+        title=title,
+        x=panel.axis,
+        log_y=panel.scale == "log" or None,
+        title_y=panel.unit or None,
+        point_visualization_method="bucketing-gorilla",
+        smoothing_type="none",
+        ignore_outliers=False,
+        layout=layout,
+        **given,
+    )
+
+
+def onset_mark(panel: Panel, onset: int) -> str:
+    """W&B's charts take no marker, but arithmetic over the series: a needle at the onset, as high as the series there (on a log
+    scale: twice as high, on top of the series, because a needle has no foot there)."""
+    series, away = f"${{{panel.single[0]}}}", f"(${{{panel.axis}}} - {onset})"
+    needle = f"1 / (1 + 1000000 * {away} * {away})"
+    return f"{series} * (1 + {needle})" if panel.scale == "log" else f"{series} * {needle}"
+
+
+def _comparison(above: list[Any]) -> list[Any]:
+    """What only several runs have: their anomalies side by side, and what differs between them."""
+    wr = require("wandb_workspaces.reports.v2", "reports")
+    y = max(panel.layout.y + panel.layout.h for panel in above)
+    count_, half = panels.known("anomaly/count"), COLUMNS // 2
+    assert count_ is not None
+    return [
+        wr.BarPlot(title="Anomalies by run", metrics=[count_.name], layout=wr.Layout(0, y, half, HEIGHT)),
+        wr.RunComparer(diff_only="split", layout=wr.Layout(half, y, half, HEIGHT)),
+    ]
+
+
+def _commands(subject: Subject) -> str:
+    commands = "\n".join(subject.commands)
     return f"Bring the evidence to your machine, and run the bad step again:\n\n```bash\n{commands}\n```"
 
 
-def _runset(run: RunLike) -> Any:
-    """Only this run. Without entity and project in it, W&B takes the report's own, and nobody is asked for them now."""
+def _runset(subject: Subject) -> Any:
+    """Only this run (all runs without one). Without entity and project in it, W&B takes the report's own, and nobody is asked
+    for them now."""
     wr = require("wandb_workspaces.reports.v2", "reports")
     ws = require("wandb_workspaces.workspaces", "reports")
-    return wr.Runset(name=run.name or run.run_id, filters=[ws.Metric("ID") == run.run_id], groupby=[])
-
-
-def _plots(panels: Iterable[Panel], anomaly: Anomaly) -> Iterator[Any]:
-    wr = require("wandb_workspaces.reports.v2", "reports")
-    x = y = 0
-    for panel in panels:
-        if x + panel.width > COLUMNS:
-            x, y = 0, y + HEIGHT
-        given: dict[str, Any] = {"y": [_known(series) for series in panel.series if "<" not in series]}
-        if panel.regex is not None:
-            given["metric_regex"] = panel.regex
-        if panel.near:
-            given["range_x"] = (max(anomaly.onset - WINDOW, 0), anomaly.step + WINDOW)
-        # Buckets keep the extremes; sampling or smoothing would hide the one step that matters.
-        yield wr.LinePlot(
-            title=panel.title,
-            x=names.STEP,
-            log_y=panel.log or None,
-            point_visualization_method="bucketing-gorilla",
-            smoothing_type="none",
-            ignore_outliers=False,
-            layout=wr.Layout(x, y, panel.width, HEIGHT),
-            **given,
-        )
-        x += panel.width
-
-
-def _known(series: str) -> str:
-    if names.describe(series) is None:
-        raise KeyError(f"{series!r} is not in the catalogue")
-    return series
+    if not subject.run_id:
+        return wr.Runset(name="runs", groupby=[])
+    return wr.Runset(name=subject.name or subject.run_id, filters=[ws.Metric("ID") == subject.run_id], groupby=[])
 
 
 def _walk(value: Any) -> Iterator[dict[str, Any]]:
