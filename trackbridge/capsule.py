@@ -9,6 +9,7 @@ A folder may have a neighbour ``<name>.local`` with the raw batches, which stay 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import stat
@@ -16,13 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema
 
-from trackbridge import untrusted
+from trackbridge import lab, untrusted
 from trackbridge.capsule_parts import BATCHES, LAYERS, RNG, TENSORS, WINDOW, Batches, RngStates, read_frame, read_series
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.records import Anomaly
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LOCAL = ".local"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Tier: TypeAlias = Literal["explain", "re-feed", "re-execute"]
+ReportT = TypeVar("ReportT", bound=BaseModel)
 
 
 class FileEntry(BaseModel):
@@ -103,6 +106,28 @@ class SpikeCapsule(BaseModel):
     def to_json(self) -> str:
         """The manifest as strict JSON; a non-finite number is the string "NaN", "Infinity" or "-Infinity"."""
         return dumps(self.model_dump(by_alias=True, mode="python", exclude_none=False) | {"anomaly": _anomaly(self.anomaly)})
+
+    # -- what the replay lab found out about it since
+
+    @cached_property
+    def replay(self) -> lab.ReplayReport | None:
+        """The newest replay's verdict that was kept here, None before there is one."""
+        return self._found(lab.REPLAY, lab.ReplayReport)
+
+    @cached_property
+    def counterfactuals(self) -> lab.CounterfactualReport | None:
+        """The newest table of replays with one thing changed that was kept here, None before there is one."""
+        return self._found(lab.COUNTERFACTUALS, lab.CounterfactualReport)
+
+    def _found(self, name: str, kind: type[ReportT]) -> ReportT | None:
+        if name not in self.files:
+            return None
+        try:
+            return kind.model_validate(untrusted.read_json(self.path / name))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])[:120]
+            raise CapsuleError(f"{name} is not valid: {where!r}: {first['msg'][:160]}") from None
 
     # -- what is in it (rank by rank where ranks differ)
 
@@ -255,6 +280,30 @@ def write(
     return destination
 
 
+def rewrite(capsule: SpikeCapsule, change: Callable[[SpikeCapsule, Path], None]) -> SpikeCapsule:
+    """The same capsule with other files: ``change(capsule, folder)`` works on a copy of the folder, which then takes its place.
+
+    The copy is made of hard links where the file system has them, so `change` must write new files (`Path.unlink` first, or
+    `replace`), never into old ones; `capsule` is the copy, unchecked. The raw batches beside are not touched. A crash leaves
+    the old capsule or the new one, each whole.
+    """
+    folder = capsule.path
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        shutil.copytree(folder, temporary, copy_function=_link, ignore=shutil.ignore_patterns(".*", MANIFEST))
+        recorded = parse_manifest(untrusted.read_json(folder / MANIFEST))  # as sealed: `capsule` may be joined with its batches
+        change(recorded.at(temporary), temporary)
+        complete = recorded.model_copy(update={"files": _entries(temporary)})
+        (temporary / MANIFEST).write_text(complete.to_json(), encoding="utf-8")
+        _sync(temporary)
+        _exchange(temporary, folder)
+        _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return load(folder)
+
+
 def load(path: str | Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCapsule:
     """Open the capsule at `path` after checking all of it. Safe for a capsule from a stranger.
 
@@ -332,7 +381,12 @@ def _entries(folder: Path) -> dict[str, FileEntry]:
     found = untrusted.listing(folder)
     for name in found:
         untrusted.check_path(name)  # we write what we would read
-    return {name: FileEntry(sha256=untrusted.digest(folder / name), bytes=size) for name, size in sorted(found.items())}
+    return {name: entry(folder / name) for name in sorted(found)}
+
+
+def entry(path: Path) -> FileEntry:
+    """What a manifest says of the file at `path`."""
+    return FileEntry(sha256=untrusted.digest(path), bytes=path.stat().st_size)
 
 
 def json_schema() -> dict[str, Any]:
@@ -354,6 +408,25 @@ def _alike(*folders: Path, mode: int) -> None:
     for folder in folders:
         for name in untrusted.listing(folder):
             (folder / name).chmod(stat.S_IMODE(mode))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders: in one step where the system can (Linux: renameat2 with RENAME_EXCHANGE), else in two."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is not None and renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
+        return
+    aside = old.with_name(f".{old.name}.{os.getpid()}.old")
+    old.rename(aside)
+    new.rename(old)
+    shutil.rmtree(aside)
 
 
 def _sync(folder: Path) -> None:

@@ -4,10 +4,10 @@
 attaches the same probes as the recording and compares what comes out bit for bit. See docs/replay.md.
 """
 
+from trackbridge.lab.replay import Divergence as Divergence
+from trackbridge.lab.replay import ReplayReport as ReplayReport
+from trackbridge.lab.replay import StepReport as StepReport
 from trackbridge.replay.engine import rerun as rerun
 from trackbridge.replay.rebuilt import Rebuilt as Rebuilt
-from trackbridge.replay.report import Divergence as Divergence
-from trackbridge.replay.report import ReplayReport as ReplayReport
-from trackbridge.replay.report import StepReport as StepReport
 
 __all__ = ["Divergence", "Rebuilt", "ReplayReport", "StepReport", "rerun"]

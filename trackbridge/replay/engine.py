@@ -16,13 +16,13 @@ from trackbridge.capsule import SpikeCapsule
 from trackbridge.capsule_parts import RngStates
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import TrackbridgeError, UsageError
+from trackbridge.lab.replay import EnvironmentDifference, ReplayReport, Verdict
 from trackbridge.probes import Instruments
 from trackbridge.replay import settings
 from trackbridge.replay.compare import LOSS, Observation
 from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
 from trackbridge.replay.judge import Ran, judge
 from trackbridge.replay.rebuilt import Rebuilt
-from trackbridge.replay.report import EnvironmentDifference, ReplayReport, Verdict
 
 OnStep = Callable[[int, int, int], None]
 
@@ -92,7 +92,8 @@ class _Replay:
         self._on_step = on_step
         self._states: RngStates = capsule.rng_states(rank)
         self._batches = capsule.micro_batches(rank)
-        self._parameters = ParametersConfig.model_validate(capsule.settings.get("parameters", {}))
+        recorded = {**capsule.settings.get("parameters", {}), "histograms_every": 0}  # nothing to compare them with
+        self._parameters = ParametersConfig.model_validate(recorded)
         self._activations = ActivationsConfig.model_validate(capsule.settings.get("activations", {}))
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._used_deterministic = False

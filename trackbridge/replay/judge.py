@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+from trackbridge.lab.replay import Divergence, StepReport, Verdict
 from trackbridge.names import ACT, LAYER
 from trackbridge.replay.compare import LOSS, Difference, Observation, comparable, compare, family, ulps
-from trackbridge.replay.report import Divergence, StepReport, Verdict
 
 TYPICAL = 4.0
 SINGLE = 64.0

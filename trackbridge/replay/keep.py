@@ -1,0 +1,41 @@
+"""Keeping what the lab found out in the capsule itself, where every page, tracker and colleague sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trackbridge import capsule as capsules
+from trackbridge import lab
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.lab import CounterfactualReport, ReplayReport
+
+
+def keep(
+    capsule: SpikeCapsule, *, replay: ReplayReport | None = None, counterfactuals: CounterfactualReport | None = None
+) -> SpikeCapsule:
+    """Write the reports into the folder of `capsule` and make its pages anew; returns the capsule as it is now.
+
+    An older report of the same kind is replaced, the other kind stays. The recorded files do not change.
+    """
+
+    def change(copy: SpikeCapsule, folder: Path) -> None:
+        from trackbridge.reports.post_mortem import post_mortem
+        from trackbridge.reports.spike import spike_page
+
+        files = dict(copy.files)
+        (folder / lab.FOLDER).mkdir(exist_ok=True)
+        for name, report in ((lab.REPLAY, replay), (lab.COUNTERFACTUALS, counterfactuals)):
+            if report is not None:
+                _write(folder / name, report.model_dump_json(indent=1))
+                files[name] = capsules.entry(folder / name)
+        now = copy.model_copy(update={"files": files})
+        for name, text in (("post-mortem.md", post_mortem(now)), ("report.html", spike_page(now))):
+            _write(folder / name, text)
+
+    return capsules.rewrite(capsule, change)
+
+
+def _write(path: Path, text: str) -> None:
+    """A new file in the place of an old one, which another folder may share."""
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
