@@ -24,9 +24,22 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema
 
 from trackbridge import lab, untrusted
-from trackbridge.capsule_parts import BATCHES, LAYERS, RNG, TENSORS, WINDOW, Batches, RngStates, read_frame, read_series
+from trackbridge.capsule_parts import (
+    BATCHES,
+    HISTOGRAMS,
+    LAYERS,
+    RNG,
+    TENSORS,
+    WINDOW,
+    Batches,
+    RngStates,
+    read_frame,
+    read_histograms,
+    read_series,
+)
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
-from trackbridge.records import Anomaly
+from trackbridge.histograms import merge_steps
+from trackbridge.records import Anomaly, Histograms
 from trackbridge.rundir import dumps
 
 if TYPE_CHECKING:
@@ -163,6 +176,13 @@ class SpikeCapsule(BaseModel):
     def layers(self) -> pd.DataFrame:
         """Per-layer statistics: step, family ("layer" or "act"), layer, a column per statistic (NaN: absent or NaN)."""
         return read_frame(self.path / LAYERS)
+
+    @cached_property
+    def histograms(self) -> list[Histograms]:
+        """Histograms of weights and gradients around the anomaly, by step, from before the window on; shards of all ranks are
+        merged. Empty when none were recorded (``parameters.histograms_every`` 0)."""
+        found = [read_histograms(self.path / name) for name in map(_histograms_of, self.ranks) if name in self.files]
+        return merge_steps(found, self.world_size) if found else []
 
     def series(self, rank: int = 0) -> dict[int, dict[str, float]]:
         """{step: {series: value}} exactly as `rank` recorded it, wide series included; what is absent is absent."""
@@ -397,6 +417,10 @@ def json_schema() -> dict[str, Any]:
             return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
     return SpikeCapsule.model_json_schema(by_alias=True, schema_generator=Schema)
+
+
+def _histograms_of(rank: int) -> str:
+    return HISTOGRAMS if rank == 0 else f"rank-{rank:04d}/{HISTOGRAMS}"
 
 
 def _anomaly(anomaly: Anomaly) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The data files of a capsule, each with its writer and its reader side by side: series, RNG states, batches.
+"""The data files of a capsule, each with its writer and its reader side by side: series, histograms, RNG states, batches.
 
 Readers assume nothing about who wrote the file; they go through `trackbridge.untrusted`.
 """
@@ -14,8 +14,9 @@ import numpy as np
 
 from trackbridge import untrusted
 from trackbridge.errors import CapsuleError
+from trackbridge.histograms import BINS
 from trackbridge.names import is_wide
-from trackbridge.records import MicroBatch, Row, StepContext
+from trackbridge.records import Histograms, MicroBatch, Row, StepContext
 from trackbridge.rundir import dumps
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 WINDOW = "window.parquet"
 LAYERS = "layers.parquet"
+HISTOGRAMS = "histograms.parquet"
 RNG = "rng.safetensors"
 BATCHES = "batches.parquet"
 TENSORS = "batches.safetensors"
@@ -106,6 +108,65 @@ def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
                 key = (family, owner)
                 name = names.get(key) or names.setdefault(key, f"{family}/{owner}/{statistic}")
                 found[step][name] = _float(value, layers)
+    return found
+
+
+# -- histograms
+
+
+def write_histograms(folder: Path, records: Sequence[Histograms]) -> bool:
+    """``histograms.parquet``: step, time, attempt, name, copies, and (column, count) of the columns that are not empty.
+    Returns False, and writes nothing, when there is no record."""
+    import pyarrow as pa
+
+    if not records:
+        return False
+    places = [np.nonzero(record.counts) for record in records]
+    sizes = [len(rows) for rows, _ in places]
+    names = [[record.names[row] for row in rows.tolist()] for record, (rows, _) in zip(records, places, strict=True)]
+    copies = [record.copies[rows] for record, (rows, _) in zip(records, places, strict=True)]
+    counts = [record.counts[place] for record, place in zip(records, places, strict=True)]
+    table = {
+        "step": pa.array(np.repeat([record.step for record in records], sizes), pa.int64()),
+        "time": pa.array(np.repeat([record.time for record in records], sizes), pa.float64()),
+        "attempt": pa.array(np.repeat([record.attempt for record in records], sizes), pa.int64()),
+        "name": pa.array([name for each in names for name in each], pa.string()),
+        "copies": pa.array(np.concatenate(copies), pa.float64()),
+        "column": pa.array(np.concatenate([columns for _, columns in places]), pa.int64()),
+        "count": pa.array(np.concatenate(counts), pa.int64()),
+    }
+    _write(folder / HISTOGRAMS, table)
+    return True
+
+
+def read_histograms(path: Path) -> list[Histograms]:
+    """The records that were written, by step; a tensor without any element is left out."""
+    table = untrusted.read_parquet(path)
+    steps, attempts, columns, counts = (_integers(table, name, path) for name in ("step", "attempt", "column", "count"))
+    times, copies, names = (_column(table, name, path) for name in ("time", "copies", "name"))
+    if any(not 0 <= column < BINS for column in columns) or any(count < 0 for count in counts):
+        raise CapsuleError(f"{path.name} holds a column or a count that no histogram has")
+    tensors: dict[tuple[int, int], dict[str, tuple[float, float, list[int], list[int]]]] = {}
+    cells = 0
+    for key, when, name, copy, column, count in zip(
+        zip(steps, attempts, strict=True), times, names, copies, columns, counts, strict=True
+    ):
+        of_step = tensors.setdefault(key, {})
+        if name not in of_step:
+            cells += BINS
+            if not isinstance(name, str) or cells > untrusted.PARQUET_CELLS:
+                raise CapsuleError(f"{path.name} names too many tensors, or one by no name")
+            of_step[name] = (_float(when, path), _float(copy, path), [], [])
+        of_step[name][2].append(column)
+        of_step[name][3].append(count)
+    found = []
+    for (step, attempt), of_step in sorted(tensors.items()):
+        dense = np.zeros((len(of_step), BINS), np.int64)
+        for row, (_, _, at, many) in enumerate(of_step.values()):
+            dense[row, at] = many
+        first = next(iter(of_step.values()))
+        each = np.array([copy for _, copy, _, _ in of_step.values()], np.float64)
+        found.append(Histograms(-1, step, first[0], attempt, tuple(of_step), dense, each))
     return found
 
 

@@ -29,6 +29,7 @@ class ParametersConfig(Section):
     gradients_every: int = Field(1, ge=0)
     weights_every: int = Field(10, ge=0, description="weights move slowly; also measured at the first step")
     moments_every: int = Field(10, ge=0, description="Adam's first and second moment")
+    histograms_every: int = Field(100, ge=0, description="of weights and gradients; also after an anomaly that gets a capsule")
 
 
 class ActivationsConfig(Section):
@@ -53,6 +54,41 @@ class RecorderConfig(Section):
     upload_batches: bool = Field(False, description="let raw batches leave this disk with the capsule")
 
 
+class LearningRateConfig(Section):
+    """A learning rate that jumps where its schedule does not. Warm-up, decay and restarts are none."""
+
+    enabled: bool = True
+    rise: float = Field(1.5, gt=1, description="a rise by this factor in one step, above every rate so far")
+    fall: float = Field(30.0, gt=1, description="a fall by this factor in one step; a decay in steps is 2 to 10")
+    back: int = Field(50, ge=1, description="a rise that is taken back within so many steps was no restart")
+
+
+class RepeatsConfig(Section):
+    """The same batch again within an epoch. Needs batches that the recorder saw."""
+
+    enabled: bool = True
+    memory: int = Field(256, ge=1, description="steps back in which a batch is recognised")
+    least_samples: int = Field(4, ge=1, description="samples from which on a single equal batch cannot be chance")
+
+
+class OptimizerStateConfig(Section):
+    """Adam's second moment fell faster than it can: the state was lost, or one layer's is stale."""
+
+    enabled: bool = True
+    fall: float = Field(0.3, gt=0, lt=1, description="share that is left ten steps later; decays from 0.9 on leave 0.35")
+    longest_gap: int = Field(50, ge=1, description="steps between measurements beyond which nothing is concluded")
+
+
+class LossScaleConfig(Section):
+    """A gradient scaler's scale that collapses after it had found its level."""
+
+    enabled: bool = True
+    fall: float = Field(16.0, gt=1, description="a fall by this factor without growth in between: four halvings")
+    within: int = Field(100, ge=1, description="steps without a halving after which a fall is over")
+    calm: int = Field(20, ge=1, description="steps without a halving after which the scaler's search is over")
+    least: float = Field(1.0, ge=0, description="a scale below this is a collapse by itself")
+
+
 class DetectionConfig(Section):
     """Anomaly detection. Defaults were chosen on real curves, cross-validated by family: see docs/detection.md."""
 
@@ -74,6 +110,10 @@ class DetectionConfig(Section):
     lookback: int = Field(16, ge=0, description="steps before the onset in which a first mover is sought")
     cascade_steps: int = Field(8, ge=0, description="steps after the detection in which series still join its cascade")
     after_resume: int = Field(50, ge=0, description="steps after a resume in which anomalies carry the note after_resume")
+    learning_rate: LearningRateConfig = LearningRateConfig()
+    repeats: RepeatsConfig = RepeatsConfig()
+    optimizer_state: OptimizerStateConfig = OptimizerStateConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
 
 
 class JournalConfig(Section):

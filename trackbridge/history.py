@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
+from trackbridge.histograms import merge_steps
 from trackbridge.journal import Damage, JournalReader, last_seq
 from trackbridge.liveness import presumed_dead
 from trackbridge.names import is_wide
-from trackbridge.records import Anomaly, Artifact, FloatArray, Params, Record, Row, RunEnd, RunInfo, Schema
+from trackbridge.records import Anomaly, Artifact, FloatArray, Histograms, Params, Record, Row, RunEnd, RunInfo, Schema
 from trackbridge.rundir import RunDirectory, RunFile
 
 if TYPE_CHECKING:
@@ -189,6 +190,16 @@ class RunRecord:
         table: pd.DataFrame = both.sort_values("step", kind="stable", ignore_index=True)
         return table
 
+    def histograms(self, rank: int | None = None) -> list[Histograms]:
+        """Histograms of weights and gradients, by step; of a step that was recorded twice the newest attempt's.
+
+        The ranks whose journals are here are merged where every one of them has the step (`trackbridge.histograms.merged`);
+        `rank` asks for one rank's own. Read anew at each call.
+        """
+        ranks = self._directory.ranks() if rank is None else [rank]
+        found = [read_histograms(self._directory, each) for each in ranks]
+        return merge_steps(found, self.info.world_size if rank is None else 0) if found else []
+
     def rows(self, rank: int = 0) -> Iterator[Row]:
         """The rows of one rank's journal, read anew, in the order in which they were written (every attempt)."""
         if rank not in self._directory.ranks():
@@ -196,6 +207,17 @@ class RunRecord:
         reader = JournalReader(self._directory.rows(rank), kinds={Row})
         while records := reader.read(limit=_BATCH):
             yield from (record for record in records if isinstance(record, Row))
+
+
+def read_histograms(directory: RunDirectory, rank: int, steps: range | None = None) -> list[Histograms]:
+    """One rank's histograms, by step, the newest attempt's where a step was recorded twice."""
+    reader = JournalReader(directory.rows(rank), kinds={Histograms}, steps=steps)
+    found: dict[int, Histograms] = {}
+    while records := reader.read(limit=256):
+        for record in records:
+            if isinstance(record, Histograms) and (record.step not in found or record.attempt >= found[record.step].attempt):
+                found[record.step] = record
+    return [found[step] for step in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,29 @@ class StepContext:
     rng_after: Mapping[str, str] | None = None
 
 
-Record: TypeAlias = Row | Anomaly | Artifact | Params | RunEnd | StepContext
+@dataclass(frozen=True, slots=True, eq=False)
+class Histograms:
+    """Histograms of parameters (after the update) and gradients (as the optimizer used them) at one step.
+
+    `names` are ``layer/<parameter>/weight`` and ``layer/<parameter>/grad``; `counts` is int64 of shape (len(names), BINS), its
+    columns those of `trackbridge.histograms`, the same for every tensor, step and rank. A name of which this is only one rank's
+    piece ends in ``_local``; `copies`, float64 of shape (len(names),), says how many ranks hold the same piece (0: not known).
+    """
+
+    seq: int
+    step: int
+    time: float
+    attempt: int
+    names: tuple[str, ...]
+    counts: npt.NDArray[np.int64]
+    copies: FloatArray
+
+    def get(self, name: str) -> npt.NDArray[np.int64] | None:
+        """The counts of one tensor, shape (BINS,), None if it is not here."""
+        return self.counts[self.names.index(name)] if name in self.names else None
+
+
+Record: TypeAlias = Row | Anomaly | Artifact | Params | RunEnd | StepContext | Histograms
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class Scribe:
         self._writing = Part("the journal", strict=strict)
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
+        self._counting = Part("histograms", strict=strict)
         self._error: BaseException | None = None
         self._submitted_bytes = 0  # written by the training thread only
         self._handled_bytes = 0  # written by the scribe's thread only
@@ -219,6 +220,9 @@ class Scribe:
             with self._recording:  # before the row: a step that a killed trainer's journal tells of can be run again
                 self._contexts.append(self._recorder.pack(item.context))
         self._rows.append(row)
+        if reading.histograms is not None:
+            with self._counting:
+                self._rows.append(reading.histograms.record(item.step, item.time, self._attempt))
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.update(row):
@@ -258,6 +262,8 @@ class Scribe:
             anomaly = anomaly.updated(capsule=known.capsule, hypotheses=known.hypotheses)
         elif self._sealer is not None:
             anomaly = self._sealer.consider(anomaly)
+            if anomaly.capsule is not None:  # of the step under way, or the next: this one's gradients are gone
+                self._instruments.ask_histograms()
         self.latest[anomaly.id] = anomaly
         self._rows.append(anomaly)
         if known is None:

@@ -20,9 +20,9 @@ from typing import Any
 
 from trackbridge import capsule as capsules
 from trackbridge import capsule_parts as parts
-from trackbridge import coverage, untrusted
+from trackbridge import coverage, history, untrusted
 from trackbridge.capsule import LocalFiles, SpikeCapsule
-from trackbridge.config import RecorderConfig
+from trackbridge.config import ParametersConfig, RecorderConfig
 from trackbridge.coverage import RankRecord, Window
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError
 from trackbridge.journal import JournalReader
@@ -30,7 +30,7 @@ from trackbridge.records import Anomaly, Artifact, Hypothesis
 from trackbridge.rundir import RunDirectory, RunFile
 
 KIND = "spike-capsule"
-HISTORY = 256
+HISTOGRAMS_BEFORE = 4
 SETTINGS = ("parameters", "activations", "recorder")
 
 
@@ -52,11 +52,12 @@ def seal(run_dir: str | Path, anomaly_id: str) -> Path:
     recorder = RecorderConfig.model_validate(file.settings.get("recorder", {}))
     window, records = coverage.gather(directory, anomaly, recorder)
     anomaly = anomaly.updated(capsule=destination.relative_to(directory.path).as_posix())
-    anomaly = _diagnosed(directory, anomaly, window, records[0])
+    anomaly = _diagnosed(directory, anomaly)
     manifest = _manifest(directory, file, anomaly, recorder, window, records)
 
     def fill(folder: Path) -> None:
         _fill(folder, window, records, upload=recorder.upload_batches)
+        _histograms(folder, directory, file, window, records)
         _pages(folder, manifest)
 
     def fill_local(folder: Path) -> None:
@@ -165,6 +166,15 @@ def _fill(folder: Path, window: Window, records: Sequence[RankRecord], *, upload
             _link_folder(window.snapshots[record.rank], own / "state")
 
 
+def _histograms(folder: Path, directory: RunDirectory, file: RunFile, window: Window, records: Sequence[RankRecord]) -> None:
+    """Those of the window and the newest few before it: what changed shows against them."""
+    every = ParametersConfig.model_validate(file.settings.get("parameters", {})).histograms_every
+    steps = range(max(window.first - HISTOGRAMS_BEFORE * every, 0), window.last + 1)
+    for record in records:
+        found = history.read_histograms(directory, record.rank, steps)
+        parts.write_histograms(folder if record is records[0] else folder / f"rank-{record.rank:04d}", found)
+
+
 def _pages(folder: Path, manifest: SpikeCapsule) -> None:
     """What people read."""
     from trackbridge.reports.post_mortem import post_mortem
@@ -175,15 +185,11 @@ def _pages(folder: Path, manifest: SpikeCapsule) -> None:
     (folder / "report.html").write_text(spike_page(placed), encoding="utf-8")
 
 
-def _diagnosed(directory: RunDirectory, anomaly: Anomaly, window: Window, record: RankRecord) -> Anomaly:
+def _diagnosed(directory: RunDirectory, anomaly: Anomaly) -> Anomaly:
     """With hypotheses; the rules see more of the past than the capsule keeps."""
-    from trackbridge.diagnosis import diagnose
+    from trackbridge.explain import explain
 
-    if anomaly.hypotheses:
-        return anomaly
-    steps = range(max(window.first - HISTORY, 0), window.last + 1)
-    rows = coverage.read_rows(directory, record.rank, anomaly.attempt, steps)
-    return anomaly.updated(hypotheses=diagnose(anomaly, list(rows.values()), list(record.contexts.values())))
+    return anomaly if anomaly.hypotheses else anomaly.updated(hypotheses=explain(directory, anomaly))
 
 
 def _provenance(directory: RunDirectory) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from trackbridge.histograms import BINS
 from trackbridge.records import (
     Anomaly,
     Artifact,
+    Histograms,
     Hypothesis,
     MicroBatch,
     Params,
@@ -36,7 +38,7 @@ ROW = 2
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 """What decoding raises on a payload whose checksum holds but that trackbridge did not write."""
 
-KINDS: dict[type, int] = {Row: ROW, Anomaly: 3, Artifact: 4, Params: 5, RunEnd: 6, StepContext: 7}
+KINDS: dict[type, int] = {Row: ROW, Anomaly: 3, Artifact: 4, Params: 5, RunEnd: 6, StepContext: 7, Histograms: 8}
 TYPES: dict[int, type] = {number: kind for kind, number in KINDS.items()}
 
 _ROW = struct.Struct("<dIBxxx8s")  # time, attempt, kind, schema digest; then the values as little-endian float64
@@ -45,7 +47,7 @@ _ROW_KINDS = ("step", "log")
 _ARRAY_KINDS = "biufcSU"  # numpy dtype kinds that are plain bytes: no objects, no structures
 _MAX_SCHEMA = 64 << 20  # bytes of JSON; bounds what a hostile file can make us allocate
 
-_ARRAY_FIELDS = ("rng", "tensors", "opening_rng")
+_ARRAY_FIELDS = ("rng", "tensors", "opening_rng", "counts")
 
 
 def step_of(record: Record) -> int:
@@ -124,6 +126,8 @@ def _body(record: Any, arrays: list[np.ndarray]) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for f in fields(record):
         value = getattr(record, f.name)
+        if isinstance(record, Histograms) and f.name in ("counts", "copies"):
+            value = _sparse(record) if f.name == "counts" else None
         if f.name in _ARRAY_FIELDS and value is not None:
             value = {name: _describe(array, arrays) for name, array in value.items()}
         elif isinstance(value, tuple):
@@ -195,6 +199,25 @@ def _context(body: dict[str, Any], blobs: _Blobs) -> StepContext:
     return StepContext(**body)
 
 
+def _histograms(body: dict[str, Any], blobs: _Blobs) -> Histograms:
+    """Counts are stored as (column, count) of the columns that are not empty, few of the many."""
+    body["time"], body["names"] = float(body["time"]), tuple(body["names"])
+    sparse = blobs.take(body["counts"]) or {}
+    counts = np.zeros((len(body["names"]), BINS), np.int64)
+    counts[sparse["row"], sparse["column"]] = sparse["count"]
+    return Histograms(**{**body, "counts": counts, "copies": sparse["copies"]})
+
+
+def _sparse(record: Histograms) -> dict[str, np.ndarray]:
+    rows, columns = np.nonzero(record.counts)
+    return {
+        "row": rows.astype(np.uint32),
+        "column": columns.astype(np.uint16),
+        "count": record.counts[rows, columns].astype(np.uint64),
+        "copies": np.asarray(record.copies, np.float64),
+    }
+
+
 def _micro(body: dict[str, Any], blobs: _Blobs) -> MicroBatch:
     body["rng"] = blobs.take(body["rng"])
     body["tensors"] = blobs.take(body["tensors"])
@@ -209,4 +232,5 @@ _BUILD: dict[int, Callable[[dict[str, Any], _Blobs], Record]] = {
     KINDS[Params]: _timed(Params),
     KINDS[RunEnd]: _timed(RunEnd),
     KINDS[StepContext]: _context,
+    KINDS[Histograms]: _histograms,
 }

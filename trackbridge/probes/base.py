@@ -42,14 +42,18 @@ class Probe(Protocol):
         """Remove the hooks and let go of models and optimizers. Safe to call twice."""
 
 
-class UpdateProbe(Probe, Protocol):
-    """A probe that also looks at optimizer steps. Calls nest: `after_update` runs in the reverse order of `before_update`."""
+class AroundUpdate(Protocol):
+    """What looks at optimizer steps. Calls nest: `after_update` runs in the reverse order of `before_update`."""
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         """`optimizer.step` is about to run; with a `closure` the gradients do not exist yet."""
 
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
         """`optimizer.step` has run."""
+
+
+class UpdateProbe(Probe, AroundUpdate, Protocol):
+    """A probe that also looks at optimizer steps."""
 
 
 class Gate:

@@ -118,6 +118,12 @@ class Instruments:
         self._live().activations.gate()
         return slot
 
+    def ask_histograms(self) -> None:
+        """Histograms at the next update, whatever their cadence. From any thread."""
+        session = self._session
+        if session is not None:
+            session.histograms.ask()
+
     def finalize(self, slot: Slot) -> tuple[FloatArray, BoolArray]:
         """Wait for the copy (without the GIL) and return values, float64, and presence, both (len(series),). Frees the slot."""
         return self.read(slot).values()

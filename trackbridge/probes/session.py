@@ -14,8 +14,9 @@ from trackbridge.errors import Part
 from trackbridge.names import LAYER
 from trackbridge.probes import gradients, weights
 from trackbridge.probes.activations import ActivationProbe
-from trackbridge.probes.base import BoolArray, Gate, Probe, Stats, UpdateProbe
+from trackbridge.probes.base import AroundUpdate, BoolArray, Gate, Probe, Stats, UpdateProbe
 from trackbridge.probes.gradients import GradientProbe
+from trackbridge.probes.histograms import HistogramProbe, RawHistograms
 from trackbridge.probes.layout import parameter_copies, world_size
 from trackbridge.probes.merge import merge_ranks
 from trackbridge.probes.phases import PhaseProbe
@@ -32,10 +33,11 @@ PARAMETER_TOTALS = frozenset((*gradients.TOTALS, *weights.TOTALS))
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     """The sufficient statistics of one step on one rank. `numbers`, float64, is what ranks exchange; its length is the same
-    on every rank that watches the same models."""
+    on every rank that watches the same models. `histograms` are those of this rank, on steps that have them."""
 
     session: Session
     numbers: FloatArray
+    histograms: RawHistograms | None = None
 
     def values(self) -> tuple[FloatArray, BoolArray]:
         """Values and presence, both of shape (len(series),)."""
@@ -43,7 +45,7 @@ class Reading:
 
     def merged(self, ranks: Sequence[FloatArray]) -> Reading:
         """The reading of all ranks together, from the `numbers` of each (this one's among them), in float64."""
-        return Reading(self.session, merge_ranks(self.session.slab, self.session.copies, ranks))
+        return Reading(self.session, merge_ranks(self.session.slab, self.session.copies, ranks), self.histograms)
 
 
 class Session:
@@ -76,6 +78,9 @@ class Session:
         )
         self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
         self.copies = parameter_copies(subject)
+        self.histograms = HistogramProbe(subject, parameters, gate, self.copies)
+        self._histograms_part = part("histogram")
+        self._around: list[tuple[AroundUpdate, Part]] = [(self.histograms, self._histograms_part), *self._nested]
         self.slab = Slab((field for probe, _ in self._probes for field in probe.fields), subject.device)
         self._ring = Ring(self.slab, slots)
         self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
@@ -110,6 +115,7 @@ class Session:
         self._handles.clear()
         for probe, _ in self._probes:
             probe.detach()
+        self.histograms.detach()
         self.subject.release()
 
     def close(self, step: int) -> Slot | None:
@@ -118,16 +124,20 @@ class Session:
                 with part:
                     probe.measure()
         slot = self._ring.take(step)
-        intervals = self.phases.take()
+        intervals, counts = self.phases.take(), None
+        if self._histograms_part.alive:
+            with self._histograms_part:
+                counts = self.histograms.take()
         if slot is not None:
-            slot.owner, slot.keep = self, intervals
+            slot.owner, slot.keep = self, (intervals, counts)
         self.slab.reset()
         return slot
 
     def read(self, slot: Slot) -> Reading:
         slot.wait()
-        reading = Reading(self, slot.read())
-        self.phases.read(slot.keep, self.slab.unpack(reading.numbers)["phase_s"])
+        intervals, counts = slot.keep
+        reading = Reading(self, slot.read(), counts)
+        self.phases.read(intervals, self.slab.unpack(reading.numbers)["phase_s"])
         self._ring.give(slot)
         return reading
 
@@ -157,14 +167,14 @@ class Session:
 
     def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         closure = _has_closure(args, kwargs)
-        for probe, part in self._nested:
+        for probe, part in self._around:
             if part.alive:
                 with part:
                     probe.before_update(optimizer, closure=closure)
 
     def _after_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         closure = _has_closure(args, kwargs)
-        for probe, part in reversed(self._nested):
+        for probe, part in reversed(self._around):
             if part.alive:
                 with part:
                     probe.after_update(optimizer, closure=closure)

@@ -77,7 +77,7 @@ class WeightProbe:
             return
         groups = alike((row, p) for row, p in self._subject.members(optimizer) if p.requires_grad)
         size = sum(tensor.numel() * tensor.element_size() for _, tensors in groups for tensor in tensors)
-        if size <= _spare_bytes(self._subject.device):
+        if size <= spare_bytes(self._subject.device):
             self._copies[id(optimizer)] = [(rows, [tensor.detach().clone() for tensor in tensors]) for rows, tensors in groups]
         elif not self._refused:
             self._refused = True
@@ -129,7 +129,8 @@ class WeightProbe:
         return values, np.concatenate((known, seen["weight"], seen["exp_avg"], seen["exp_avg_sq"], moving))
 
 
-def _spare_bytes(device: torch.device) -> int:
+def spare_bytes(device: torch.device) -> int:
+    """What a probe may use for a moment without asking the device for memory."""
     if device.type != "cuda":
         return COPY_BYTES
     return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
