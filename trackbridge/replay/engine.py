@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from trackbridge.replay.compare import LOSS, Observation
 from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
 from trackbridge.replay.judge import Ran, judge
 from trackbridge.replay.rebuilt import Rebuilt
+from trackbridge.replay.trial import Trial
 
 OnStep = Callable[[int, int, int], None]
 
@@ -114,8 +115,8 @@ class _Replay:
             if not self._batches.get(step):
                 raise Incomplete(f"no batch of step {step} was recorded: pass them through run.batches or run.step(batch=...)")
 
-    def run(self, number: int) -> dict[int, Ran]:
-        """One replay of the window with freshly built objects."""
+    def run(self, number: int, trial: Trial | None = None) -> dict[int, Ran]:
+        """One replay of the window with freshly built objects; `trial` changes something in it, and may leave out steps."""
         settings.as_recorded(self.capsule.provenance, self._deterministic)
         rebuilt = Rebuilt.of(self._build())
         missing = rebuilt.restore(self.capsule.state(self._rank))
@@ -129,17 +130,20 @@ class _Replay:
                 for name, recorded, now in provenance.differences(self.capsule.provenance, provenance.collect())
             )
         instruments = Instruments(self._parameters, self._activations, strict=True)
-        instruments.attach(rebuilt.models, rebuilt.optimizers, rebuilt.scaler)
         history: dict[int, Ran] = {}
-        with _rates(rebuilt, instruments) as rates:
-            try:
-                for step in self.capsule.steps:
-                    rates.clear()
-                    history[step] = self._step(step, rebuilt, instruments, rates)
-                    if self._on_step is not None:
-                        self._on_step(number, step, self.capsule.span[1])
-            finally:
-                instruments.detach()
+        with nullcontext() if trial is None else trial.applied(rebuilt):  # first, so that the probes see what it does
+            instruments.attach(rebuilt.models, rebuilt.optimizers, rebuilt.scaler)
+            with _rates(rebuilt, instruments) as rates:
+                try:
+                    for step in self.capsule.steps:
+                        rates.clear()
+                        with nullcontext(True) if trial is None else trial.around(step) as wanted:
+                            if wanted:
+                                history[step] = self._step(step, rebuilt, instruments, rates)
+                        if self._on_step is not None:
+                            self._on_step(number, step, self.capsule.span[1])
+                finally:
+                    instruments.detach()
         return history
 
     def _step(self, step: int, rebuilt: Rebuilt, instruments: Instruments, rates: list[Mapping[str, float]]) -> Ran:
