@@ -1,8 +1,8 @@
 """`init` and `Run`: the composition root. The only module that knows both ends.
 
 Everything a `Run` does on the training thread is bounded and free of host synchronisation; what takes longer is handed to the
-scribe (`log_artifact` is the exception: it copies where it is called). Errors that the user can cause are raised on the
-first call; a bug of ours after that is logged once and switched off.
+scribe, and the copying of artifacts to a thread of its own. Errors that the user can cause are raised on the first call; a
+bug of ours after that is logged once and switched off.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors import Watch
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
+from trackbridge.flops.meter import Meter
 from trackbridge.intake import Intake
 from trackbridge.journal import JournalWriter
-from trackbridge.keep import keep
+from trackbridge.keep import Keeper
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
@@ -129,7 +130,8 @@ class Run:
         self._directory = directory
         self._info = info
         self._step = info.start_step
-        self._pace = Pace()
+        self._pace = Pace(steps=settings.perf.steps)
+        self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=settings.strict))
         self._part = Part("the run", strict=settings.strict)
         self._feeding = Part("batch recording", strict=settings.strict)
         self._book = LoaderBook()
@@ -181,6 +183,7 @@ class Run:
             seal=(lambda sealed: Sealer(directory, settings.recorder, recorder, contexts, sealed)) if recorder else None,
             strict=settings.strict,
         )
+        self._keeper = Keeper(directory, self._scribe.submit)
         self._scribe.submit(Params(-1, time.time(), {"config": redact.tree(dict(config))}))
         self._delivery = Delivery(directory, info, backends, in_process=settings.shipping == "thread")
         atexit.register(self._at_exit)
@@ -204,6 +207,14 @@ class Run:
     def anomalies(self) -> list[Anomaly]:
         """Every anomaly of this attempt so far, each in its newest version, in order of detection."""
         return sorted(self._scribe.latest.values(), key=lambda anomaly: anomaly.step)
+
+    def native(self, backend: str, timeout: float = 30.0) -> Any:
+        """The tracker SDK's own run object (``"wandb"``: a `wandb.Run`; ``"mlflow"``: a `mlflow.entities.Run`), where the
+        tracker is served in this process: with ``shipping="thread"``, or a run of yours that was joined.
+
+        Waits up to `timeout` seconds until it is open. Raises `UsageError` where there is none.
+        """
+        return self._delivery.native(backend, timeout)
 
     # recording
 
@@ -244,6 +255,7 @@ class Run:
             if not hasattr(value, "state_dict"):
                 raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
         self._instruments.attach(models, optimizers, scaler)
+        self._meter.attach(models, next((p.device for m in models.values() for p in m.parameters()), torch.device("cpu")))
         self._host.devices = {parameter.device for module in models.values() for parameter in module.parameters()}
         if self._recorder is not None:
             self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
@@ -355,7 +367,10 @@ class Run:
         if skipped:
             self._instruments.skipped()
         host.update(self._instruments.lr())
-        host.update(self._pace.close(tokens, samples))
+        host.update(self._pace.close(tokens, samples, number))
+        host.update(self._meter.close(host["perf/step_s"], self._pace.consumed_tokens, steady=self._pace.steady))
+        if (convention := self._meter.convention()) is not None:
+            self._scribe.submit(Params(-1, time.time(), {"perf": convention}))
         host.update(self._host.sample(number))
         context = None
         if self._recorder is not None:
@@ -438,14 +453,15 @@ class Run:
         self._accepted.add("log")
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
-        """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it.
+        """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it. Returns at
+        once: the file may be deleted or replaced right after, but should not be written to in place before it is copied.
 
         Raises `UsageError` on the first call only, for a path that cannot be read.
         """
         if self._inert():
             return
         with self._used("log_artifact"):
-            self._scribe.submit(keep(Path(path), self._directory, kind=kind, name=name, step=max(self._step - 1, 0)))
+            self._keeper.keep(Path(path), kind=kind, name=name, step=max(self._step - 1, 0))
             self._accepted.add("log_artifact")
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
@@ -491,7 +507,8 @@ class Run:
         atexit.unregister(self._at_exit)
         closed, unshipped = False, {}
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
-            closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1))
+            kept = self._keeper.wait(max(deadline - time.monotonic(), 0.1))
+            closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1)) and kept
         with Part("detaching from the model", strict=self._settings.strict):
             self._detach()
         with Part("waiting for delivery", strict=self._settings.strict):
@@ -510,6 +527,7 @@ class Run:
         if self._auto is not None:
             self._auto.remove()
         self._instruments.detach()
+        self._meter.detach()
         if self._recorder is not None:
             self._recorder.detach()
 

@@ -27,7 +27,7 @@ from trackbridge.probes import Instruments
 from trackbridge.probes.base import BoolArray
 from trackbridge.probes.session import Reading
 from trackbridge.recorder import RawContext, Recorder
-from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema
+from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema, StepContext
 from trackbridge.rundir import RunDirectory
 from trackbridge.sealer import Sealer
 from trackbridge.slab import Slot
@@ -70,6 +70,8 @@ class Ask:
 MAX_LAYOUTS = 4096
 BACKLOG_BYTES = 256 << 20
 """Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
+
+IDLE_SECONDS = 1.0
 
 Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
 
@@ -184,8 +186,17 @@ class Scribe:
 
     # scribe thread
 
+    def _next(self) -> Item | None:
+        """The next item. While none comes, what was written reaches the disk all the same."""
+        while True:
+            try:
+                return self._items.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                for journal in (self._rows, self._contexts):
+                    journal.sync_if_due()
+
     def _work(self) -> None:
-        while (item := self._items.get()) is not None:
+        while (item := self._next()) is not None:
             try:
                 with self._writing:
                     self._handle(item)
@@ -216,16 +227,18 @@ class Scribe:
         schema, places = self._layout(reading, present, tuple(item.host))
         host = np.fromiter(item.host.values(), np.float64, len(item.host))
         row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values))[places])
+        context: StepContext | None = None
         if self._recorder is not None and item.context is not None and self._recording.alive:
             with self._recording:  # before the row: a step that a killed trainer's journal tells of can be run again
-                self._contexts.append(self._recorder.pack(item.context))
+                context = self._recorder.pack(item.context)
+                self._contexts.append(context)
         self._rows.append(row)
         if reading.histograms is not None:
             with self._counting:
                 self._rows.append(reading.histograms.record(item.step, item.time, self._attempt))
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
-                for anomaly in self._watch.update(row):
+                for anomaly in self._watch.update(row, context):
                     self._tell(anomaly)
                 if self._sealer is not None:
                     self._sealer.advance(item.step)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trackbridge import redact
 from trackbridge.backends.base import BackendConfig
@@ -134,6 +135,13 @@ class Shipper:
 
     def status(self) -> list[BackendStatus]:
         return statuses(self._directory, self._configs)
+
+    def serves(self, kind: str) -> bool:
+        return kind in self._configs
+
+    def native(self, kind: str) -> Any:
+        """The run object of the backend's SDK in this process; None while it is not open, or where there is none."""
+        return next((getattr(worker.backend, "native", None) for worker in self._workers if worker.kind == kind), None)
 
     def report(self) -> SyncReport:
         busy = {worker.kind: worker.waiting_for for worker in self._workers if worker.waiting_for is not None}
@@ -254,7 +262,7 @@ class _Redacted(logging.Formatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The child process. Exit status: 0 everything delivered, 1 not everything, 2 wrong usage."""
+    """The child process. Exit status: 0 everything delivered, 1 not everything, 2 wrong usage, 3 broken."""
     parser = argparse.ArgumentParser(prog="python -m trackbridge.shipper", description="Deliver a run to its trackers.")
     parser.add_argument("run_dir")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
@@ -276,7 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: shipper.stop(TERM_SECONDS))
     os.nice(5)  # training comes first, but a busy machine must not starve us
     logger.info("shipping %s to %s", directory.path, ", ".join(config.kind for config in backends) or "nobody")
-    shipper.run()
+    try:
+        shipper.run()
+    except Exception:
+        logger.exception("a bug; the trainer starts another shipper")
+        return 3
     report = shipper.report()
     logger.info("ended: %s", ", ".join(f"{b.kind} at {b.shipped_seq} of {b.last_seq}" for b in report.backends))
     return 0 if report.complete else 1

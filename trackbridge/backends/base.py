@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import Self
 
 from trackbridge.records import Record, RunEnd, RunInfo
 
@@ -38,15 +39,31 @@ class BackendConfig(BaseModel):
     `kind` is the entry-point name. Secrets never go here (this is written to ``run.json``): a tracker's key comes from its
     own environment variable or login file.
 
-    `in_process`: served by a thread of the training process, because it speaks to that process's terminal. `environment`:
-    what the vendor's SDK should find in ``os.environ`` unless the user set it; for our own processes (shipper, sync) only.
+    `rows_per_minute` and `values_per_minute` are what the tracker takes from one run, None for as much as there is: the
+    stream policy coalesces what is more (`trackbridge.stream`). `environment`: what the vendor's SDK should find in
+    ``os.environ`` unless the user set it; for our own processes (shipper, sync) only.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    in_process: ClassVar[bool] = False
     environment: ClassVar[Mapping[str, str]] = {}
 
     kind: str
+    rows_per_minute: int | None = Field(None, ge=10)
+    values_per_minute: int | None = Field(None, ge=1000)
+
+    @property
+    def in_process(self) -> bool:
+        """Served by a thread of the training process: it speaks to that process's terminal, or to a run the user has open."""
+        return False
+
+    def met(self, *, join: bool) -> Self:
+        """This config in view of a run that the user has open in this process: join it, or stay beside it, linked both ways.
+        Called at `init` in the training process. As it is where there is no such run."""
+        return self
+
+    def nearby(self) -> Self:
+        """This config for a thread of the training process, where the SDK's run object can be had (`Run.native`)."""
+        return self
 
     def check(self) -> None:
         """Raise `MissingExtraError` if the vendor's package is missing. Called at `init`; contacts nobody."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, TextIO
+from typing import Literal, TextIO
 
 from pydantic import Field
 
@@ -52,7 +52,9 @@ class ConsoleConfig(BackendConfig):
     kind: Literal["console"] = "console"
     every: float = Field(10.0, ge=0)
 
-    in_process: ClassVar[bool] = True
+    @property
+    def in_process(self) -> bool:
+        return True
 
     def build(self) -> Backend:
         return ConsoleBackend(self)

@@ -28,6 +28,7 @@ class _Closed:
     segment: Segment
     bytes: int
     max_step: int
+    min_step: int = 0
 
 
 class JournalWriter:
@@ -60,7 +61,7 @@ class JournalWriter:
         self._fsync_seconds = fsync_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: list[int] = []
+        self._held: list[tuple[int, int]] = []
         self._closed: list[_Closed] = []
         self._kept: list[Record] = []
         self._digests: dict[int, tuple[Schema, bytes, bytes]] = {}  # by id: (schema, kept alive), digest, payload
@@ -68,7 +69,7 @@ class JournalWriter:
         self._segment: Segment
         self._marker = b""
         self._schemas: dict[bytes, int] = {}  # digest -> offset where it was last written in this segment
-        self._max_step = -1
+        self._max_step = self._min_step = -1
         self._size = 0
         self._dirty = False
         self._synced = clock()
@@ -100,6 +101,12 @@ class JournalWriter:
         with self._lock:
             self._sync()
 
+    def sync_if_due(self) -> None:
+        """Call now and then while nothing is appended: then a power cut costs `fsync_seconds` all the same."""
+        with self._lock:
+            if self._open and self._dirty and self._clock() - self._synced >= self._fsync_seconds:
+                self._sync()
+
     def close(self) -> None:
         """Write what was kept back, sync, and close. A second call does nothing."""
         with self._lock:
@@ -114,14 +121,14 @@ class JournalWriter:
                     "trackbridge: %s rows and %s other records are not in %s", self.rows_lost, len(self._kept), self.directory
                 )
 
-    def hold(self, step: int) -> None:
-        """Keep every record of `step` and later until `release(step)`, whatever the ring's budget says."""
+    def hold(self, first: int, last: int) -> None:
+        """Keep every record of the steps `first` to `last` until `release(first, last)`, whatever the ring's budget says."""
         with self._lock:
-            self._held.append(step)
+            self._held.append((first, last))
 
-    def release(self, step: int) -> None:
+    def release(self, first: int, last: int) -> None:
         with self._lock:
-            self._held.remove(step)
+            self._held.remove((first, last))
             self._retain()
 
     # -- one record
@@ -151,7 +158,9 @@ class JournalWriter:
             logger.warning("trackbridge: the journal in %s goes on; %d rows were lost", self.directory, self.rows_lost)
         seq = self.next_seq
         self.next_seq += 1
-        self._max_step = max(self._max_step, codec.step_of(record))
+        step = codec.step_of(record)
+        self._max_step = max(self._max_step, step)
+        self._min_step = step if self._min_step < 0 else min(self._min_step, step)
         if isinstance(record, (Anomaly, RunEnd)) or now - self._synced >= self._fsync_seconds:
             self._sync()
         return seq
@@ -244,7 +253,7 @@ class JournalWriter:
         self._segment = segment
         self._marker = segments.new_marker()
         self._schemas = {}
-        self._max_step = -1
+        self._max_step = self._min_step = -1
         self._size = 0
         self._synced = self._clock()
         self._write(segments.pack_segment(self._marker))
@@ -259,7 +268,7 @@ class JournalWriter:
         except OSError:
             pass  # NFS reports a late ENOSPC here; the records of this segment were counted as written
         self._file = -1
-        closed = _Closed(self._segment, self._size, self._max_step)
+        closed = _Closed(self._segment, self._size, self._max_step, self._min_step)
         if self._size > 0:
             self._closed.append(closed)
         else:
@@ -279,12 +288,11 @@ class JournalWriter:
         """Delete the oldest segments beyond the budget, except those that hold a protected step."""
         if self._ring_bytes is None:
             return
-        keep = min(self._held, default=None)
         excess = sum(closed.bytes for closed in self._closed) + self._segment_bytes - self._ring_bytes
         for closed in list(self._closed):
             if excess <= 0:
                 return
-            if keep is None or closed.max_step < keep:
+            if not any(first <= closed.max_step and closed.min_step <= last for first, last in self._held):
                 self._delete(closed)
                 self._closed.remove(closed)
                 excess -= closed.bytes
