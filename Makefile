@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # wherever pip has been told of one (--extra-index-url, --find-links, pip.conf), else the ordinary one.
 TORCH_CPU ?= torch==2.13.0+cpu
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs dashboards clean
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation, into site/"
+	@echo "make dashboards   the checked-in W&B views, from trackbridge/panels.py"
 
 demo: $(VENV)/.all
 	$(BIN)/trackbridge demo
@@ -30,6 +31,9 @@ check: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+dashboards: $(VENV)/.dev
+	$(BIN)/python -m tests.reports.specs
 
 clean:
 	rm -rf $(VENV) site build dist demo-run

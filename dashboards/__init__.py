@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def path(name: str) -> Path:
-    """The file `name`, such as ``wandb/spike_forensics.json``. Raises `FileNotFoundError` if there is no such view."""
+    """The file `name`, such as ``wandb/spike-forensics.json``. Raises `FileNotFoundError` if there is no such view."""
     folder = Path(__file__).parent
     found = folder / name
     if not found.is_file():

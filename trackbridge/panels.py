@@ -51,9 +51,10 @@ class Panel:
         return tuple(series for series in self.series if "<" not in series)
 
     @property
-    def regex(self) -> str | None:
-        """What the members of the families match, as an expression for charts; None without a family."""
-        return "|".join(names.regex(family) for family in self.families) or None
+    def regex(self) -> str:
+        """What the series match, families included, and nothing else: for charts that choose their series by an expression."""
+        each = "|".join(names.regex(series) if "<" in series else re.escape(series) for series in self.series)
+        return f"^({each})({names.LOCAL})?$"
 
     @property
     def grouping(self) -> str:
@@ -69,13 +70,13 @@ class Panel:
 
     def draws(self, series: str) -> bool:
         """Whether `series`, as a run calls it, is in this panel. A rank's own share of it (``_local``) is."""
-        plain = series.removesuffix(names.LOCAL)
-        return plain in self.series or any(re.fullmatch(names.regex(family), plain) for family in self.families)
+        return bool(self.series) and re.fullmatch(self.regex, series) is not None
 
     def members(self, present: Iterable[str]) -> list[str]:
         """Those of `present` that it draws: the panel's own order, then that of `present`."""
+        order = {series: place for place, series in enumerate(self.series)}
         drawn = [series for series in present if self.draws(series)]
-        return sorted(drawn, key=lambda series: self.series.index(series) if series in self.series else len(self.series))
+        return sorted(drawn, key=lambda series: order.get(series.removesuffix(names.LOCAL), len(order)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
-from trackbridge.backends import folders
+from trackbridge.backends import folders, wandb_views
 from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
 from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
+from trackbridge.backends.wandb_views import Published, Survey, View
 from trackbridge.names import ATTEMPT, SEQ, STEP
 
 KILLED = "killed"
@@ -165,6 +166,12 @@ class Client:
         from trackbridge.backends.wandb_fetch import download
 
         return download(where, step, dest)
+
+    def survey(self, entity: str, project: str, run: str) -> Survey:
+        return wandb_views.survey(entity, project, run)
+
+    def publish(self, view: View) -> Published:
+        return wandb_views.publish(view)
 
     def settle(self) -> None:
         """From now on read back quickly: somebody is waiting."""

@@ -36,9 +36,10 @@ class ClientError(Exception):
 
 
 class Process:
-    """One child. `folder` is where everything it writes goes: run files, staging, cache, its log ``client.log``."""
+    """One child. `folder` is where everything it writes goes: run files, staging, cache, its log ``client.log``. `base_url`:
+    the server that ``wandb.Api`` asks there (None: W&B's own rule)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base_url: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         _kill_leftover(folder / _PIDS)
@@ -50,7 +51,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(folder),
+                env={**_environment(folder), **({} if base_url is None else {"WANDB_BASE_URL": base_url})},
                 start_new_session=True,
             )
         self._pipe = Connection(ours.detach())

@@ -16,6 +16,7 @@ from trackbridge.cli.demo import demo
 from trackbridge.cli.doctor import doctor
 from trackbridge.cli.pull import pull
 from trackbridge.cli.replay import replay
+from trackbridge.cli.report import report
 from trackbridge.cli.runs import runs
 from trackbridge.cli.show import show
 from trackbridge.cli.sync import sync
@@ -55,5 +56,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, sync, pull, replay, doctor):
+for command in (demo, runs, show, sync, pull, replay, report, doctor):
     app.command()(command)

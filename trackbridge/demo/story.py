@@ -24,11 +24,11 @@ from trackbridge.demo.train import OnStep, Plan, settings, train
 from trackbridge.history import RunRecord
 from trackbridge.records import Anomaly
 from trackbridge.reports import wording
-from trackbridge.reports.page import Table, page
-from trackbridge.reports.spike import page_data
+from trackbridge.reports.markup import Table
+from trackbridge.reports.page import page
+from trackbridge.reports.run_page import run_page_data
 
 BUILD = "trackbridge.demo.train:build"
-PAGE_SERIES = (LOSS, "grad/norm", "train/lr", "optim/update_ratio", "eval/loss", "perf/tokens_per_s")
 AFTER_EXACT = (
     "Exact rules out a passing hardware fault: look at the batch and at what changed in the settings; leave those samples out "
     "or change it, and resume from before the spike."
@@ -175,24 +175,23 @@ class Story:
         return picture.loss_picture(steps.tolist(), losses.tolist(), marks=marks, title=f"{LOSS}, nats per byte")
 
     def _wandb_report(self) -> str:
-        from trackbridge.reports.wandb_report import spike_forensics
+        from trackbridge.panels import TEMPLATES
+        from trackbridge.reports import subject, wandb_report
 
-        return json.dumps(spike_forensics(self.record), indent=1)
+        about = subject.of_run(self.record, self.spike.step if self.spike else None)
+        return json.dumps(wandb_report.build(TEMPLATES["spike-forensics"], about), indent=1)
 
     def _page(self, capsule: SpikeCapsule, delivered: Sequence[Delivered]) -> str:
-        """The capsule's page, with the whole run's series and the trackers in it."""
-        data = page_data(capsule)
-        series = [name for name in PAGE_SERIES if name in self.record.names]
+        """The run's page, about the bad files' anomaly, with the trackers in it."""
+        data = run_page_data(self.record)
         anomaly = self.spike or capsule.anomaly
-        if anomaly.first_mover and anomaly.first_mover[0] in self.record.names:
-            series.append(anomaly.first_mover[0])
-        others = [other for other in self.record.anomalies if other.id != anomaly.id]
+        spikes = sorted(data.spikes, key=lambda spike: spike.anomaly.id != anomaly.id)
         where = [(d.title, ", ".join(d.capsules), d.look) for d in delivered]
         return page(
             dataclasses.replace(
                 data,
-                series={name: self.record.series(name) for name in dict.fromkeys(series)},
-                anomalies=(anomaly, *others),
+                title=f"{anomaly.kind.capitalize()} in {anomaly.series} at step {anomaly.onset}",
+                spikes=spikes,
                 actions=self._actions(),
                 tables=(Table("Where it is", ("tracker", "capsule", "look at it"), where), *data.tables),
             )

@@ -156,7 +156,7 @@ def from_spec(spec: dict[str, Any], entity: str, project: str, title: str) -> An
 def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
     """The blocks of one section: its charts in a grid, then its texts and tables. Nothing if it has nothing to show."""
     wr = require("wandb_workspaces.reports.v2", "reports")
-    found = [panel for panel in panels.of(use, subject.present) if _there(panel, subject)]
+    found = [panel for panel in panels.of(use, subject.present) if shows(panel, subject)]
     if template.about == "project" and use.section == "outcome":
         found = [panel for panel in found if panel.view != "scalar"]
     if not found:
@@ -164,7 +164,8 @@ def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
     yield wr.H2(use.title or panels.SECTIONS[use.section])
     charts = [panel for panel in found if panel.series]
     if charts:
-        drawn = list(plots(charts, subject.onset if use.near else None, across=template.about == "project"))
+        onset = subject.onset if use.near else None
+        drawn = list(plots(charts, onset, present=subject.present, across=template.about == "project"))
         if template.about == "project" and use.section == "outcome":
             drawn += _comparison(drawn)
         yield wr.PanelGrid(runsets=[_runset(subject)], panels=drawn)
@@ -177,7 +178,7 @@ def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
             yield wr.MarkdownBlock(subject.texts[panel.content])
 
 
-def _there(panel: Panel, subject: Subject) -> bool:
+def shows(panel: Panel, subject: Subject) -> bool:
     """Whether the subject has what `panel` shows besides series."""
     if panel.content == "capsule":
         return subject.artifact is not None
@@ -187,9 +188,11 @@ def _there(panel: Panel, subject: Subject) -> bool:
     return panel.view != "heatmap" or subject.pictures is None or panel.id in subject.pictures
 
 
-def plots(chosen: Iterable[Panel], onset: int | None = None, *, across: bool = False) -> Iterator[Any]:
+def plots(
+    chosen: Iterable[Panel], onset: int | None = None, *, present: Collection[str] | None = None, across: bool = False
+) -> Iterator[Any]:
     """The panels as wandb-workspaces panels, in rows of `COLUMNS`. With `onset`: cut to the steps around it, which is marked.
-    `across`: for several runs."""
+    `present`: the series that there are, if that is known. `across`: for several runs."""
     wr = require("wandb_workspaces.reports.v2", "reports")
     x = y = tallest = 0
     for panel in chosen:
@@ -203,22 +206,22 @@ def plots(chosen: Iterable[Panel], onset: int | None = None, *, across: bool = F
             most = "max" if across else None
             yield wr.ScalarChart(title=panel.title, metric=wr.SummaryMetric(panel.series[0]), groupby_aggfunc=most, layout=at)
         else:
-            yield _line(panel, onset, at)
+            yield _line(panel, onset, present, at)
         x, tallest = x + panel.width, max(tallest, high)
 
 
-def _line(panel: Panel, onset: int | None, layout: Any) -> Any:
+def _line(panel: Panel, onset: int | None, present: Collection[str] | None, layout: Any) -> Any:
     wr = require("wandb_workspaces.reports.v2", "reports")
-    given: dict[str, Any] = {"y": list(panel.single)}
+    # W&B draws what is listed or what an expression matches, never both.
+    listed = list(panel.series) if present is None else panel.members(sorted(present))
+    given: dict[str, Any] = {"metric_regex": panel.regex} if panel.families else {"y": listed}
     title = panel.title
-    if panel.regex is not None:
-        given["metric_regex"] = panel.regex
     if onset is not None:
         given["range_x"] = (max(onset - WINDOW, 0), onset + WINDOW)
         if panel.marked:
             title += f" (onset: step {onset})"
-            if panel.single:
-                given["custom_expressions"] = [onset_mark(panel, onset)]
+            if not panel.families and (panel.scale == "log" or panel.section == "outcome"):
+                given["custom_expressions"] = [onset_mark(panel, listed[0], onset)]
     # Buckets keep the extremes; sampling or smoothing would hide the one step that matters.
     return wr.LinePlot(
         title=title,
@@ -233,10 +236,10 @@ def _line(panel: Panel, onset: int | None, layout: Any) -> Any:
     )
 
 
-def onset_mark(panel: Panel, onset: int) -> str:
-    """W&B's charts take no marker, but arithmetic over the series: a needle at the onset, as high as the series there (on a log
-    scale: twice as high, on top of the series, because a needle has no foot there)."""
-    series, away = f"${{{panel.single[0]}}}", f"(${{{panel.axis}}} - {onset})"
+def onset_mark(panel: Panel, series: str, onset: int) -> str:
+    """W&B's charts take no marker, but arithmetic over series: a needle at the onset, as high as `series` there (on a log scale
+    twice as high, on top of the series, because a needle has no foot there)."""
+    series, away = f"${{{series}}}", f"(${{{panel.axis}}} - {onset})"
     needle = f"1 / (1 + 1000000 * {away} * {away})"
     return f"{series} * (1 + {needle})" if panel.scale == "log" else f"{series} * {needle}"
 

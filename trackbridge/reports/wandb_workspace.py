@@ -8,7 +8,7 @@ from typing import Any
 from trackbridge import names, panels
 from trackbridge.panels import TEMPLATES
 from trackbridge.plugins import require
-from trackbridge.reports.wandb_report import Subject, _there, plots, stable, view_name
+from trackbridge.reports.wandb_report import Subject, plots, shows, stable, view_name
 
 _CLOSED = ("recorder", "nonfinite", "layers")
 
@@ -18,12 +18,12 @@ def build(subject: Subject) -> dict[str, Any]:
     ws = require("wandb_workspaces.workspaces", "reports")
     sections = []
     for use in TEMPLATES["workspace"].uses:
-        found = [panel for panel in panels.of(use, subject.present) if panel.series and _there(panel, subject)]
+        found = [panel for panel in panels.of(use, subject.present) if panel.series and shows(panel, subject)]
         if found:
             sections.append(
                 ws.Section(
                     name=use.title or panels.SECTIONS[use.section],
-                    panels=list(plots(found, across=True)),
+                    panels=list(plots(found, present=subject.present, across=True)),
                     is_open=use.section not in _CLOSED,
                     pinned=use.section == "outcome",
                     layout_settings=ws.SectionLayoutSettings(columns=3, rows=2),

@@ -1,0 +1,79 @@
+"""The texts and tables of the panels as Markdown, by their id in `panels.CONTENTS`: what trackers show beside charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trackbridge.answers import moved_first, peak, sigmas
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.records import Anomaly
+from trackbridge.reports.post_mortem import post_mortem
+
+POST_MORTEM = "post-mortem.md"
+_SHOWN_FILES = 40
+
+
+def of_capsule(capsule: SpikeCapsule) -> dict[str, str]:
+    """What a loaded capsule tells: its post-mortem (as a person left it), the batch, counterfactuals, the files."""
+    texts = {
+        "post-mortem": post_mortem_of(capsule),
+        "batch": _batch(capsule),
+        "capsule": _files(capsule),
+    }
+    return {name: text for name, text in texts.items() if text}
+
+
+def post_mortem_of(capsule: SpikeCapsule) -> str:
+    """``post-mortem.md`` of the capsule, where somebody may have filled in the blanks; made now if it has none."""
+    written = Path(capsule.path) / POST_MORTEM
+    return written.read_text(encoding="utf-8") if POST_MORTEM in capsule.files else post_mortem(capsule)
+
+
+def anomalies(found: Sequence[Anomaly]) -> str:
+    """A row per anomaly, "" without any."""
+    columns = ("step", "what", "value", "expected", "how bad", "moved first", "over after", "first hypothesis")
+    rows = [
+        (
+            a.onset,
+            f"{a.kind} in {a.series}",
+            f"{a.value:.4g}",
+            f"{a.expected:.4g}",
+            " ".join(filter(None, (sigmas(a.score), peak(a)))),
+            moved_first(a),
+            "" if a.recovered_after is None else a.recovered_after,
+            a.hypotheses[0].name if a.hypotheses else "",
+        )
+        for a in found
+    ]
+    return table(columns, rows)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; "" without rows. Bars and line breaks in cells cannot break it."""
+    lines = [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines]) if lines else ""
+
+
+def _batch(capsule: SpikeCapsule) -> str:
+    columns = ("micro-batch", "loader", "epoch", "index", "samples", "fingerprint")
+    rows = []
+    for k, micro in enumerate(capsule.batches.get(capsule.anomaly.onset, ())):
+        ids = "" if micro.sample_ids is None else ", ".join(map(str, micro.sample_ids[:8]))
+        more = ", ..." if micro.sample_ids is not None and len(micro.sample_ids) > 8 else ""
+        rows.append((k, micro.loader, micro.epoch, micro.index, ids + more, (micro.fingerprint or "")[:16]))
+    return table(columns, rows)
+
+
+def _files(capsule: SpikeCapsule) -> str:
+    files = sorted(capsule.files.items())
+    rows: list[Sequence[Any]] = [(f"`{name}`", f"{entry.bytes:,}") for name, entry in files[:_SHOWN_FILES]]
+    lacks = "".join(f"\n- not in it: {text}" for text in capsule.missing)
+    more = f"\n\nand {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+    return f"Tier **{capsule.tier}**, restart at step {capsule.restart_step}.{lacks}\n\n{table(('file', 'bytes'), rows)}{more}"
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
