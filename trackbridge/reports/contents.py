@@ -20,6 +20,7 @@ def of_capsule(capsule: SpikeCapsule) -> dict[str, str]:
     texts = {
         "post-mortem": post_mortem_of(capsule),
         "batch": _batch(capsule),
+        "counterfactuals": _counterfactuals(capsule),
         "capsule": _files(capsule),
     }
     return {name: text for name, text in texts.items() if text}
@@ -64,6 +65,24 @@ def _batch(capsule: SpikeCapsule) -> str:
         more = ", ..." if micro.sample_ids is not None and len(micro.sample_ids) > 8 else ""
         rows.append((k, micro.loader, micro.epoch, micro.index, ids + more, (micro.fingerprint or "")[:16]))
     return table(columns, rows)
+
+
+def _counterfactuals(capsule: SpikeCapsule) -> str:
+    """The newest table of replays with one thing changed, "" before there is one."""
+    found = capsule.counterfactuals
+    if found is None:
+        return ""
+    columns = ("rank", "change", "outcome", "loss at its peak", "at the end", "why")
+    rows = [
+        (each.rank, each.what or each.name, each.outcome, _number(each.peak), _number(each.final), each.reason)
+        for each in found.tries
+    ]
+    said = f"The plain replay of steps {found.restart_step} to {found.last_step}: **{found.verdict}**. {found.caution or ''}"
+    return f"{said.strip()}\n\n{table(columns, rows)}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _files(capsule: SpikeCapsule) -> str:

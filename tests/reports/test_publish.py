@@ -1,0 +1,228 @@
+"""``trackbridge report`` against a W&B server: made, fetched back by the real client, updated, and never twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests import replays
+from tests.reports.conftest import PROJECT
+from tests.reports.specs import charts
+from tests.wandb_server import Status, WandbServer
+from trackbridge import load
+from trackbridge.cli import app
+from trackbridge.panels import PANELS, TEMPLATES
+from trackbridge.reports import wandb_report, wandb_workspace
+
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+
+
+def said(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def server(served: WandbServer) -> Iterator[WandbServer]:
+    served.views.all.clear()
+    yield served
+    served.faults.clear()
+
+
+@pytest.fixture
+def ref(recorded: Path) -> str:
+    return f"wandb:team/{PROJECT}/{recorded.name}"
+
+
+def test_a_report_is_made_fetched_back_and_updated(server: WandbServer, ref: str, tmp_path: Path) -> None:
+    import wandb_workspaces.reports.v2 as wr
+
+    import wandb
+
+    url = said(ref, "--dir", tmp_path)
+    (view,) = server.views.all.values()
+    assert url.startswith(server.url) and view.id in url
+    wandb.teardown()  # settings are read from the environment once
+    again = wandb_report.to_spec(wr.Report.from_url(url))
+    wandb.teardown()
+    assert again == json.loads(view.spec), "the real client reads what we wrote"
+
+    view.spec = "{}"
+    assert said(ref, "--dir", tmp_path) == url, "the same report, made again"
+    assert [json.loads(held.spec) for held in server.views.all.values()] == [again]
+
+    view.name = "renamedbywandb"
+    assert said(ref, "--dir", tmp_path) == url, "found by its title"
+    assert len(server.views.all) == 1
+
+
+def test_what_it_says_comes_from_the_capsule(server: WandbServer, ref: str, recorded: Path, tmp_path: Path) -> None:
+    """From the tracker alone: this machine has never seen the run."""
+    spike = max(load(recorded).anomalies, key=lambda anomaly: anomaly.severity)
+    said(f"{ref}@{spike.step}", "--dir", tmp_path)
+    (view,) = server.views.all.values()
+    spec = json.loads(view.spec)
+    text = "\n".join(str(block.get("content", "")) for block in spec["blocks"])
+    assert f"step **{spike.onset}**" in text and f"**{spike.value:.4g}**" in text
+    for wanted in (
+        "# Post-mortem",
+        "| micro-batch |",
+        f"trackbridge pull wandb:team/{PROJECT}/spike-{recorded.name}-{spike.step}",
+    ):
+        assert wanted in text
+    assert spike.kind in view.display and "tiny lr=1e-3" in view.display
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "workspace"])
+def test_every_series_and_artifact_it_names_exists_in_the_run(
+    name: str, server: WandbServer, ref: str, recorded: Path, tmp_path: Path
+) -> None:
+    said(ref, "--template", name, "--dir", tmp_path)
+    (view,) = server.views.all.values()
+    held = server.run(PROJECT, recorded.name)
+    series = {key for row in held.history() for key in row}
+    found = list(charts(json.loads(view.spec)))
+    assert len(found) >= 2
+    for chart in found:
+        config = chart["config"]
+        listed = [name.removeprefix("summary_metrics.") for name in config.get("metrics") or ()]
+        assert set(listed) <= series
+        assert set(config.get("mediaKeys") or ()) <= series
+        if "metricRegex" in config:
+            assert any(re.fullmatch(config["metricRegex"], each) for each in series), config["chartTitle"]
+    artifacts = re.findall(r"spike-[\w.-]+?-\d+(?=[:\"])", view.spec)
+    assert {("team", PROJECT, artifact) for artifact in artifacts} <= set(server.artifacts.collections)
+
+
+def test_the_workspace_of_a_project(server: WandbServer, ref: str, tmp_path: Path) -> None:
+    import wandb_workspaces.workspaces as ws
+
+    import wandb
+
+    url = said(f"wandb:team/{PROJECT}", "--template", "workspace")
+    (view,) = server.views.all.values()
+    assert (view.kind, view.display) == ("project-view", "trackbridge")
+    wandb.teardown()
+    again = wandb_workspace.to_spec(ws.Workspace.from_url(url))
+    wandb.teardown()
+    assert again == json.loads(view.spec)
+    assert said(ref, "--template", "workspace", "--dir", tmp_path) == url, "a run's project is meant"
+    assert len(server.views.all) == 1
+
+
+def test_a_run_on_this_disk_knows_where_it_is_in_wandb(server: WandbServer, recorded: Path) -> None:
+    assert f"/team/{PROJECT}/reports/" in said(recorded)
+    told = json.loads(said(recorded.name, "--dir", recorded.parent, "--json"))
+    assert told["template"] == "spike-forensics" and told["created"] is False, "the same report by another reference"
+
+
+def test_every_template_has_its_own(server: WandbServer, ref: str, tmp_path: Path) -> None:
+    for name in TEMPLATES:
+        said(ref, "--template", name, "--dir", tmp_path)
+    assert len(server.views.all) == len(TEMPLATES)
+
+
+def test_a_dry_run_contacts_nobody(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
+    before = server.operations.copy()
+    for given in (recorded, f"{recorded}@{replays.BAD}", ref, f"{ref}@7"):
+        for name in TEMPLATES:
+            if given == f"{recorded}@{replays.BAD}" and name != "spike-forensics":
+                continue
+            spec = json.loads(said(given, "--template", name, "--dry-run", "--dir", tmp_path))
+            assert list(charts(spec))
+    assert server.operations == before
+
+
+def test_a_run_without_anomalies_has_a_health_report_and_no_spike_report(
+    server: WandbServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+
+    from trackbridge.journal import JournalWriter
+    from trackbridge.rundir import Attempt, RunDirectory, RunFile
+    from trackbridge.testing import T0, row
+
+    directory = RunDirectory(tmp_path / "calm")
+    life = Attempt(number=0, start_step=0, time=T0, pid=1, host="h")
+    directory.write(RunFile(project="p", run_id="calm", name="n", created=T0, attempts=[life]))
+    journal = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=5.0)
+    for step in range(5):
+        journal.append(row(-1, step, {"train/loss": float(np.sqrt(step))}))
+    journal.close()
+    result = call(directory.path, "--dry-run")
+    assert (result.exit_code, "run calm has no anomaly" in result.output) == (2, True)
+    spec = said(directory.path, "--template", "run-health", "--dry-run")
+    assert "No anomaly was detected." in spec and "wandb:ENTITY" not in spec
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["wandb:team/reports/nothing"], "W&B has no run team/reports/nothing"),
+        (["wandb:team/nowhere", "--template", "workspace"], "W&B has no project team/nowhere"),
+        (["wandb:team/reports", "--template", "run-health"], "is about one run"),
+        (["wandb:team/reports/a:b"], "names no run"),
+        (["mlflow:abc"], "reports are made in W&B"),
+        (["nothing-here"], "no run 'nothing-here'"),
+        (["wandb:team/reports/r", "--template", "run-heath"], "did you mean 'run-health'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(server: WandbServer, arguments: list[str], words: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output and result.output.strip().count("\n") == 0
+
+
+def test_an_anomaly_that_is_not_there(server: WandbServer, ref: str, recorded: Path, tmp_path: Path) -> None:
+    for given in (f"{ref}@3", f"{recorded}@3"):
+        result = call(given, "--dir", tmp_path)
+        assert result.exit_code == 2 and re.search(r"no anomaly at step 3; it has them at \d+", result.output)
+
+
+def test_a_server_that_refuses(server: WandbServer, ref: str, tmp_path: Path) -> None:
+    with server.fault(Status(401), operation="TrackbridgeSurvey"):
+        result = call(ref, "--dir", tmp_path)
+    assert result.exit_code == 2 and result.output.startswith("trackbridge: W&B: ")
+    assert "wandb login" in result.output
+
+
+def test_the_post_mortem(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
+    record = load(recorded)
+    newest = record.anomalies[-1]
+    text = said(recorded, "--post-mortem")
+    assert text == (recorded / str(newest.capsule) / "post-mortem.md").read_text(encoding="utf-8").strip()
+    assert said(f"{recorded}@{newest.step}", "--post-mortem") == text
+    assert said(recorded / str(newest.capsule), "--post-mortem") == text
+    assert said(f"{ref}@{newest.step}", "--post-mortem") == text, "out of the tracker"
+
+
+def test_the_demo_run_has_what_panels_promise(recorded: Path) -> None:
+    """Here with the small training; the same on the demo's own run in `tests/test_demo_quick.py`."""
+    assert panels_without_series(recorded) == []
+
+
+def panels_without_series(run_dir: Path) -> list[str]:
+    """The panels of which the run has nothing although every series of theirs should be there."""
+    from trackbridge.panels import CONDITIONAL
+    from trackbridge.reports import subject
+
+    record = load(run_dir)
+    present: set[str] = subject.sent(record, None) | subject.sent(record, record.anomalies[0]) | set(record.names)
+    lacking: list[Any] = []
+    for panel in PANELS:
+        for series in panel.series:
+            alone = type(panel)(panel.id, panel.section, panel.title, (series,))
+            if series not in CONDITIONAL and not alone.members(present):
+                lacking.append(f"{panel.id}: {series}")
+    return lacking
