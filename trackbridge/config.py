@@ -50,7 +50,8 @@ class RecorderConfig(Section):
     snapshot_bytes: int = Field(2048 * MiB, ge=0, description="host memory for snapshots; larger models get none")
     before: int = Field(8, ge=0, description="steps before the onset in a capsule, at least")
     after: int = Field(8, ge=0, description="steps after the anomaly in a capsule")
-    max_capsules: int = Field(20, ge=0, description="capsules per attempt; the first ones get one")
+    max_capsules: int = Field(20, ge=0, description="capsules of a run; the most severe anomalies keep theirs")
+    capsule_bytes: int = Field(16384 * MiB, ge=0, description="what they may take on this disk together; one is always kept")
     upload_batches: bool = Field(False, description="let raw batches leave this disk with the capsule")
 
 
@@ -116,9 +117,23 @@ class DetectionConfig(Section):
     loss_scale: LossScaleConfig = LossScaleConfig()
 
 
+class PerfConfig(Section):
+    """MFU and its relatives. Both counts are this process' own: its shapes over its device's peak. See docs/mfu.md."""
+
+    peak_flops: float | None = Field(None, gt=0, description="FLOP/s this device can do at most; default: by its exact name")
+    flops_per_token: float | None = Field(None, gt=0, description="forward and backward; where they cannot be counted")
+    full_attention: bool = Field(False, description="count the (query, key) pairs that a mask hides too, as PaLM did")
+    steps: int | None = Field(None, gt=0, description="length of the run in optimizer steps, for perf/eta_s")
+
+
 class JournalConfig(Section):
+    """The row journal of a rank. Nothing is left out before it outgrows `budget_bytes`; then what is oldest is thinned first,
+    and the newest `full_resolution_steps`, like rows that a tracker still lacks, only where nothing else is left."""
+
     segment_bytes: int = Field(64 * MiB, ge=4096)
     fsync_seconds: float = Field(5.0, gt=0)
+    budget_bytes: int = Field(4096 * MiB, ge=1 << 16, description="rows on disk; anomalies and their windows stay whole")
+    full_resolution_steps: int = Field(100_000, ge=0, description="newest steps that keep every value, if the budget allows")
 
 
 class StreamConfig(Section):
@@ -151,6 +166,7 @@ class TrackbridgeConfig(BaseSettings):
     activations: ActivationsConfig = ActivationsConfig()
     recorder: RecorderConfig = RecorderConfig()
     detection: DetectionConfig = DetectionConfig()
+    perf: PerfConfig = PerfConfig()
     journal: JournalConfig = JournalConfig()
     stream: StreamConfig = StreamConfig()
 

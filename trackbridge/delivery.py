@@ -46,7 +46,8 @@ class FinishReport:
             return f"trackbridge: {self.lost} rows or step contexts were lost before they reached {self.directory}. {rest}"
         if self:
             return f"trackbridge: everything is delivered; the record is in {self.directory}"
-        left = ", ".join(f"{count} records for {kind}" for kind, count in self.unshipped.items()) or "the last capsule or artifact"
+        records = ", ".join(f"{count} records for {kind}" for kind, count in self.unshipped.items())
+        left = records or "the last capsule or artifact"
         return f"trackbridge: not delivered yet: {left}. Run: trackbridge sync {self.directory}"
 
 

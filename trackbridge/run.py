@@ -41,10 +41,11 @@ from trackbridge.probes.host import HostSampler
 from trackbridge.ranks import Ranks
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
+from trackbridge.retention import Retainer
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scalars import count, losses, scalar, whole
 from trackbridge.scribe import Logged, Scribe
-from trackbridge.sealer import Sealer
+from trackbridge.sealer import sealing
 from trackbridge.shipping.cursor import first_free_seq
 from trackbridge.skip import SkipPlan
 from trackbridge.watched import AutoStep, named
@@ -145,9 +146,11 @@ class Run:
         self._report: FinishReport | None = None
 
         journal = settings.journal
+        self._retainer = Retainer(directory, info.rank, journal)
         rows = JournalWriter(
             directory.rows(info.rank),
-            segment_bytes=journal.segment_bytes,
+            segment_bytes=min(journal.segment_bytes, journal.budget_bytes // 16),
+            on_closed=self._retainer.closed,
             fsync_seconds=journal.fsync_seconds,
             floor=first_free_seq(directory) if info.rank == 0 else 0,  # a tracker may know more than a disk that lost power
         )
@@ -180,7 +183,7 @@ class Run:
             watch=Watch(settings.detection) if settings.detection.enabled else None,
             directory=directory,
             attempt=info.attempt,
-            seal=(lambda sealed: Sealer(directory, settings.recorder, recorder, contexts, sealed)) if recorder else None,
+            seal=(lambda scribe: sealing(scribe, directory, info, settings.recorder, recorder, contexts)) if recorder else None,
             strict=settings.strict,
         )
         self._keeper = Keeper(directory, self._scribe.submit)
@@ -377,7 +380,9 @@ class Run:
             context = self._recorder.close_step(number, batch=batch, batch_index=batch_index, sample_ids=sample_ids)
         if self._rows_dropped:
             host["trackbridge/rows_dropped"] = float(self._rows_dropped)
-        host.update(self._scribe.losses)
+        if self._retainer.thinned:
+            host["trackbridge/rows_thinned"] = float(self._retainer.thinned)
+        host.update(self._scribe.counts)
         slot = self._instruments.close(number)
         if slot is None:
             self._rows_dropped += 1

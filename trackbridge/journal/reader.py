@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import errno
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trackbridge.journal import codec, segments
+from trackbridge.journal import codec, segments, thin
 from trackbridge.journal.scan import Walk
 from trackbridge.journal.segments import Entry, Segment
 from trackbridge.records import Record, Schema
 
 _PLACES = 20  # of damage, kept for the message
+_GONE = (errno.ENOENT, errno.ESTALE)  # the latter on network file systems
 
 
 @dataclass
@@ -73,8 +75,8 @@ class JournalReader:
         self._expected: int | None = None  # the seq that comes next, None where a gap would not be damage
 
     def read(self, limit: int | None = None) -> list[Record]:
-        """Up to `limit` records that are there now; empty when there are none yet. Raises `TrackbridgeError` when
-        the journal was written by a newer trackbridge."""
+        """Up to `limit` records (a few more from a thinned stretch) that are there now; empty when there are none yet. Raises
+        `TrackbridgeError` when the journal was written by a newer trackbridge."""
         records: list[Record] = []
         while limit is None or len(records) < limit:
             # listed before reading: if a later segment exists now, this one is complete
@@ -86,8 +88,14 @@ class JournalReader:
                 continue
             try:
                 self._read_segment(self._walk, later is not None, limit, records)
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
                 self._expected = None  # retention took it while we were in it
+                replaced = self._replacement(self._walk.segment)
+                if replaced is not None:
+                    self._walk = Walk(replaced)
+                    continue
             if later is None or (limit is not None and len(records) >= limit):
                 break
             self._enter(later)
@@ -110,9 +118,14 @@ class JournalReader:
         before = [segment for segment in found if segment.first_seq <= self.position + 1]
         return before[-1] if before else (found[0] if found else None)
 
+    def _replacement(self, gone: Segment) -> Segment | None:
+        """The thinned segment that took the place of `gone`: it goes on behind `position`."""
+        self._ahead = []
+        return next((s for s in segments.listing(self.directory) if s.number == gone.number and s.level > gone.level), None)
+
     def _enter(self, segment: Segment) -> None:
-        consecutive = self._walk is not None and segment.number == self._walk.segment.number + 1
-        if not consecutive:
+        walked = self._walk.segment if self._walk is not None else None
+        if walked is None or segment.number != walked.number + 1 or walked.level or segment.level:
             self._expected = max(segment.first_seq, self.position + 1)
         self._walk = Walk(segment)
 
@@ -131,6 +144,13 @@ class JournalReader:
                 continue
             if entry.seq <= self.position:
                 continue
+            if entry.kind == thin.KIND:
+                known, self.position, self._expected = self.position, entry.seq, None
+                if payload is not None:
+                    self._expand(payload, known, records, f"{walk.segment.path.name}@{walk.at - len(payload)}")
+                continue
+            if walk.segment.level:
+                self._expected = None  # what is missing here was left out on purpose
             self._pass(entry)
             if payload is not None:
                 record = self._decode(entry, payload)
@@ -145,6 +165,8 @@ class JournalReader:
     def _wants(self, entry: Entry) -> bool:
         if entry.kind == codec.SCHEMA:
             return True
+        if entry.kind == thin.KIND:
+            return entry.seq > self.position and (self._kinds is None or codec.ROW in self._kinds)
         return (
             entry.seq > self.position
             and entry.kind in codec.TYPES  # kinds of a newer version are passed over
@@ -157,6 +179,19 @@ class JournalReader:
             self.damage.records_lost += entry.seq - self._expected
         self.position = entry.seq
         self._expected = entry.seq + 1
+
+    def _expand(self, payload: bytes, known: int, records: list[Record], place: str) -> None:
+        """The rows of a thinned stretch: real values at their own steps, but not all of them."""
+        try:
+            schema = self._schema(thin.digest(payload))
+            rows = thin.rows(payload, schema) if schema is not None else None
+        except codec.MALFORMED:
+            rows = None
+        if rows is None:
+            self.damage.records_lost += 1
+            self.damage.note(place)
+            return
+        records += [row for row in rows if row.seq > known and (self._steps is None or row.step in self._steps)]
 
     def _decode(self, entry: Entry, payload: bytes) -> Record | None:
         try:

@@ -37,6 +37,7 @@ class JournalWriter:
 
     `ring_bytes` is a budget for the directory: the oldest whole segments are deleted, except those that hold a step protected
     with `hold`. `floor` is the least `seq` to go on with: after a power cut a tracker may know more than the disk does.
+    `on_closed` is called when a segment is complete, by the thread that appends.
 
     A full or failing disk never raises: rows are lost and counted in `rows_lost`, everything else is kept and written when
     there is space again, in a new segment. Raises `UsageError` here, once, when the directory cannot be written at all.
@@ -50,6 +51,7 @@ class JournalWriter:
         fsync_seconds: float,
         ring_bytes: int | None = None,
         floor: int = 0,
+        on_closed: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = Path(directory)
@@ -58,6 +60,7 @@ class JournalWriter:
         self.bytes_written = 0
         self._segment_bytes = segment_bytes if ring_bytes is None else max(min(segment_bytes, ring_bytes // 8), 4096)
         self._ring_bytes = ring_bytes
+        self._on_closed = on_closed
         self._fsync_seconds = fsync_seconds
         self._clock = clock
         self._lock = threading.Lock()
@@ -148,6 +151,8 @@ class JournalWriter:
                 self._close_segment()
                 self._new_segment()
                 self._retain()
+                if self._on_closed is not None:
+                    self._on_closed()
             data = self._encode(record)
             self._write(data)
         except OSError as error:
@@ -240,7 +245,7 @@ class JournalWriter:
         for segment in reversed(found):
             if self._ring_bytes is None and newest >= segment.first_seq:
                 break  # older segments only hold smaller numbers
-            last, max_step = _extent(segment)
+            last, max_step = extent(segment)
             newest = max(newest, last)
             self.next_seq = max(self.next_seq, last + 1, segment.first_seq)
             self._closed.insert(0, _Closed(segment, segment.path.stat().st_size, max_step))
@@ -257,7 +262,7 @@ class JournalWriter:
         self._size = 0
         self._synced = self._clock()
         self._write(segments.pack_segment(self._marker))
-        _sync_directory(self.directory)
+        segments.sync_directory(self.directory)
 
     def _close_segment(self) -> None:
         if self._file < 0:
@@ -308,7 +313,7 @@ def last_seq(directory: str | Path) -> int:
     """The highest `seq` in a journal, -1 when it has no record."""
     for segment in reversed(segments.listing(Path(directory))):
         try:
-            seq, _ = _extent(segment)
+            seq, _ = extent(segment)
         except FileNotFoundError:
             continue
         if seq >= 0:
@@ -316,7 +321,7 @@ def last_seq(directory: str | Path) -> int:
     return -1
 
 
-def _extent(segment: Segment) -> tuple[int, int]:
+def extent(segment: Segment) -> tuple[int, int]:
     """(highest seq, highest step) of the intact entry headers in a segment, -1 where there is none."""
     headers: list[Entry] = []
 
@@ -327,17 +332,3 @@ def _extent(segment: Segment) -> tuple[int, int]:
     headers += [entry for entry, _ in Walk(segment).entries(True, lambda entry: False, damaged)]
     records = [entry for entry in headers if entry.kind != codec.SCHEMA]
     return max((entry.seq for entry in records), default=-1), max((entry.step for entry in records), default=-1)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a new file's name durable, where the file system lets us."""
-    try:
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
