@@ -53,7 +53,7 @@ def how_bad(anomaly: Anomaly) -> str:
 
 def first(anomaly: Anomaly) -> str:
     moved = moved_first(anomaly) or "nobody looked"
-    return f"{moved[0].upper()}{moved[1:]}."
+    return f"{moved[0].upper()}{moved[1:]}." if moved.startswith(("nothing", "nobody")) else f"{moved}."
 
 
 def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:

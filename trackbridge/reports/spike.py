@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trackbridge.answers import how_to_test
 from trackbridge.capsule import SpikeCapsule
-from trackbridge.reports import wording
-from trackbridge.reports.page import PageData, Series, Table, page
+from trackbridge.names import is_wide
+from trackbridge.records import Anomaly
+from trackbridge.reports.contents import post_mortem_of
+from trackbridge.reports.decimate import Series
+from trackbridge.reports.markup import Table
+from trackbridge.reports.page import PageData, Spike, page
 from trackbridge.rundir import RunDirectory
 
-_FIRST = ("train/loss", "grad/norm", "train/lr", "optim/update_ratio", "perf/step_s")
-_LAYERS = 12
+LAYERS_SHOWN = 12
+RANKS_SHOWN = 8
+RANK_SERIES = "grad/norm"
+BUILD = "--build my_module:build"
 
 
 def spike_page(capsule: SpikeCapsule) -> str:
@@ -25,56 +34,110 @@ def spike_page(capsule: SpikeCapsule) -> str:
 def page_data(capsule: SpikeCapsule) -> PageData:
     """What the page of `capsule` says."""
     anomaly = capsule.anomaly
+    tables, curves = _ranks(capsule)
     return PageData(
         title=f"{anomaly.kind.capitalize()} in {anomaly.series} at step {anomaly.onset}",
-        series=_series(capsule),
-        anomalies=(anomaly,),
-        hypotheses=anomaly.hypotheses,
-        actions=_actions(capsule),
-        facts=_facts(capsule),
-        tables=tuple(table for table in (_layers(capsule), _batches(capsule), _missing(capsule)) if table.rows),
+        where=run_label(capsule),
+        series=_series(capsule.series()),
+        spikes=(inspected(capsule),),
+        actions=actions(capsule, run_directory(capsule)),
+        histograms=capsule.histograms,
+        ranks=tables,
+        rank_curves=curves,
+        rank_series=RANK_SERIES,
+        facts=facts(capsule),
     )
 
 
-def _series(capsule: SpikeCapsule) -> dict[str, Series]:
-    """The anomaly's own series first, then the usual ones; the rest of the window after them."""
-    recorded = capsule.series()
-    there = [name for name in capsule.window.columns if "/" in name]
-    first = [name for name in dict.fromkeys((capsule.anomaly.series, *_FIRST)) if name in there]
-    return {name: _points(recorded, name) for name in dict.fromkeys((*first, *there))}
+def inspected(capsule: SpikeCapsule, anomaly: Anomaly | None = None) -> Spike:
+    """The inspector of the capsule's anomaly; `anomaly`, its newest version, when the run knows more by now."""
+    anomaly = anomaly or capsule.anomaly
+    if not anomaly.hypotheses:
+        anomaly = anomaly.updated(hypotheses=capsule.anomaly.hypotheses)
+    return Spike(
+        anomaly=anomaly,
+        tables=(_layers(capsule), _batches(capsule), _tokens(capsule)),
+        post_mortem=post_mortem_of(capsule),
+        tier=capsule.tier,
+        missing=capsule.missing,
+        replay=capsule.replay,
+        counterfactuals=capsule.counterfactuals,
+    )
 
 
-def _points(recorded: dict[int, dict[str, float]], name: str) -> Series:
-    """Steps that have a value: absent is not NaN, which the page marks."""
-    points = [(step, row[name]) for step, row in recorded.items() if name in row]
-    return np.array([step for step, _ in points], np.int64), np.array([value for _, value in points], np.float64)
+def run_label(capsule: SpikeCapsule) -> str:
+    return "/".join(filter(None, (capsule.project, capsule.name or capsule.run)))
 
 
-def _actions(capsule: SpikeCapsule) -> list[tuple[str, str]]:
-    actions = []
-    if (capsule.local.tier if capsule.local else capsule.tier) != "explain":
-        run = _run_directory(capsule)
-        if run is not None:
-            where = shlex.quote(f"{run}@{capsule.step}")
-            purpose = "Run the bad step again on the machine that recorded it, in the folder of your training code:"
-            actions.append((purpose, f"trackbridge replay {where} --build my_module:build"))
-        purpose = f"{'Elsewhere' if run else 'Run the bad step again'}, in the folder of your training code:"
-        actions.append((purpose, "trackbridge replay PATH/OF/THIS/FOLDER --build my_module:build"))
-    first = capsule.anomaly.hypotheses[0] if capsule.anomaly.hypotheses else None
-    if first is not None and first.intervention:
-        actions.append((f"To test the first hypothesis, {first.name}: {wording.how_to_test(first.intervention)}.", ""))
-    actions.append(("Write down what you found in post-mortem.md, which is next to this page.", ""))
-    return actions
-
-
-def _run_directory(capsule: SpikeCapsule) -> Path | None:
+def run_directory(capsule: SpikeCapsule) -> Path | None:
     """The run directory around the capsule's folder: there while it is sealed; a copy elsewhere has none."""
     run = capsule.path.absolute().parent.parent
     return run if RunDirectory(run).file.is_file() else None
 
 
+def actions(capsule: SpikeCapsule, run: Path | None) -> list[tuple[str, str]]:
+    """What to do about the anomaly, the most telling thing first: (what for, command or "")."""
+    found: list[tuple[str, str]] = []
+    best = capsule.counterfactuals.best if capsule.counterfactuals else None
+    if best is not None:
+        what = best.what.rstrip(".")
+        found.append((f"{best.name} would have prevented it ({what}): resume from before the spike with that change.", ""))
+    verdict = capsule.replay.verdict if capsule.replay else None
+    if verdict is not None and best is None:
+        found.append((_after(verdict), ""))
+    tier = capsule.local.tier if capsule.local else capsule.tier
+    if tier != "explain" and verdict is None:
+        where = shlex.quote(f"{run}@{capsule.step}") if run is not None else "PATH/OF/THIS/FOLDER"
+        on = ", on the machine that recorded it" if run is not None else ""
+        found.append(
+            (f"Run the bad step again{on}, in the folder of your training code:", f"trackbridge replay {where} {BUILD}")
+        )
+    first = capsule.anomaly.hypotheses[0] if capsule.anomaly.hypotheses else None
+    if first is not None and first.intervention and best is None:
+        found.append((f"To test the first hypothesis, {first.name}: {how_to_test(first.intervention)}.", ""))
+    found.append(("Write down what you found in post-mortem.md, in the capsule's folder.", ""))
+    return found
+
+
+def _after(verdict: str) -> str:
+    return {
+        "exact": "A replay came out exactly the same, so no passing hardware fault: look at the batch and at what changed.",
+        "within-noise": "A replay came out the same within its noise: look at the batch and at what changed.",
+        "not-reproduced": "A replay did not show it again: suspect the machine, or some state that was not recorded.",
+    }.get(verdict, "A replay could not be completed: see what it lacks under Replays.")
+
+
+def facts(capsule: SpikeCapsule) -> dict[str, Any]:
+    git, torch = capsule.provenance.get("git"), capsule.provenance.get("torch")
+    found = {
+        "run": run_label(capsule),
+        "run id": capsule.run,
+        "attempt": capsule.attempt,
+        "steps": f"{capsule.span[0]:,} to {capsule.span[1]:,}",
+        "tier": capsule.tier,
+        "ranks": f"{len(capsule.ranks)} of {capsule.world_size}",
+        "commit": git.get("commit") if isinstance(git, dict) else None,
+        "torch": torch.get("version") if isinstance(torch, dict) else None,
+        "configuration": json.dumps(capsule.config, default=str)[:600] if capsule.config else None,
+        "format version": capsule.format_version,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _series(recorded: Mapping[int, Mapping[str, float]]) -> dict[str, Series]:
+    """{series: (steps, values)}, layers' last. A step that has no value is not there: absent is not NaN, which is marked."""
+    points: dict[str, tuple[list[int], list[float]]] = {}
+    for step in sorted(recorded):
+        for name, value in recorded[step].items():
+            steps, values = points.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    order = sorted(points, key=is_wide)
+    return {name: (np.array(points[name][0], np.int64), np.array(points[name][1], np.float64)) for name in order}
+
+
 def _layers(capsule: SpikeCapsule) -> Table:
-    """The layers whose gradient grew most from the step before the onset to the onset."""
+    """The layers whose gradient grew most from before the onset to the onset."""
     frame, onset = capsule.layers, capsule.anomaly.onset
     columns = ("layer", "gradient norm before", "at the onset", "times")
     if "grad_norm" not in frame.columns:
@@ -83,9 +146,9 @@ def _layers(capsule: SpikeCapsule) -> Table:
     before = frame[frame["step"] < onset].groupby("layer")["grad_norm"].median()
     at = frame[frame["step"] == onset].set_index("layer")["grad_norm"]
     rows = [(name, float(before[name]), float(at[name])) for name in at.index if name in before.index]
-    scored = [(name, a, b, b / a if a > 0 else float("nan")) for name, a, b in rows]
+    scored = [(f"layer/{name}", a, b, b / a if a > 0 else float("nan")) for name, a, b in rows]
     scored.sort(key=lambda row: (row[3] != row[3], row[3]), reverse=True)
-    return Table("Layers that moved most", columns, scored[:_LAYERS])
+    return Table("Layers whose gradient grew most", columns, scored[:LAYERS_SHOWN], layers=True)
 
 
 def _batches(capsule: SpikeCapsule) -> Table:
@@ -94,34 +157,73 @@ def _batches(capsule: SpikeCapsule) -> Table:
     rows = []
     for r in frame[frame["step"] == capsule.anomaly.onset].to_dict("records"):
         numbers = [_whole(r[name]) for name in ("micro", "loader", "epoch", "index")]
-        rows.append((*numbers, _text(r["sample_ids"]), _text(r["fingerprint"]), "yes" if r["kept"] else "no"))
+        rows.append((*numbers, _short(r["sample_ids"]), _short(r["fingerprint"]), "yes" if r["kept"] else "no"))
     return Table("Batches at the onset", columns, rows)
 
 
-def _missing(capsule: SpikeCapsule) -> Table:
-    return Table("What this capsule lacks", ("what, and what it costs a replay",), [(text,) for text in capsule.missing])
+def _tokens(capsule: SpikeCapsule) -> Table:
+    """Token statistics of the batches at the onset, beside those of the steps before."""
+    rows = []
+    frame = capsule.batches.frame
+    for r in frame[frame["step"].between(capsule.anomaly.onset - 2, capsule.anomaly.onset + 1)].to_dict("records"):
+        for leaf, s in _statistics(r["tokens"]).items():
+            if isinstance(s, dict) and "entropy" in s:
+                cells = tuple(s.get(name, "") for name in ("length", "unique", "min", "max", "entropy"))
+                rows.append((f"{_whole(r['step'])}", _whole(r["micro"]), leaf, *cells))
+    return Table(
+        "Tokens around the onset",
+        ("step", "micro-batch", "tensor", "tokens", "distinct", "least", "greatest", "entropy, bits"),
+        rows[:40],
+    )
 
 
-def _facts(capsule: SpikeCapsule) -> dict[str, Any]:
-    git, torch = capsule.provenance.get("git", {}), capsule.provenance.get("torch", {})
-    facts = {
-        "run": f"{capsule.project}/{capsule.name or capsule.run}",
-        "run id": capsule.run,
-        "attempt": capsule.attempt,
-        "steps": f"{capsule.span[0]} to {capsule.span[1]}",
-        "tier": capsule.tier,
-        "ranks": f"{len(capsule.ranks)} of {capsule.world_size}",
-        "commit": git.get("commit"),
-        "torch": torch.get("version"),
-        "format version": capsule.format_version,
-    }
-    return {name: value for name, value in facts.items() if value is not None}
+def _statistics(stored: Any) -> dict[str, Any]:
+    try:
+        found = json.loads(stored) if isinstance(stored, str) else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ranks(capsule: SpikeCapsule) -> tuple[list[Table], dict[str, Series]]:
+    """What each rank has here, and the gradient norm of the ones that went farthest."""
+    if capsule.world_size < 2:
+        return [], {}
+    onset, rows, curves = capsule.anomaly.onset, [], {}
+    for rank in capsule.ranks[:64]:
+        recorded = capsule.series(rank)
+        at = recorded.get(onset, {})
+        rows.append(
+            (
+                rank,
+                len(recorded),
+                at.get("train/loss", ""),
+                at.get(RANK_SERIES, ""),
+                "yes" if rank in capsule.anomaly.ranks else "",
+            )
+        )
+        series = _series({step: {RANK_SERIES: row[RANK_SERIES]} for step, row in recorded.items() if RANK_SERIES in row})
+        if series:
+            curves[f"rank {rank}"] = series[RANK_SERIES]
+    columns = ("rank", "steps here", "loss at the onset", "gradient norm at the onset", "told the anomaly")
+    title = f"{len(capsule.ranks)} of {capsule.world_size} ranks are in this capsule"
+    return [Table(title, columns, rows)], farthest(curves, onset)
+
+
+def farthest(curves: Mapping[str, Series], onset: int) -> dict[str, Series]:
+    """The curves that differ most from the others around `onset`, in their own order."""
+    if len(curves) <= RANKS_SHOWN:
+        return dict(curves)
+    at = {name: float(values[np.abs(steps - onset).argmin()]) for name, (steps, values) in curves.items()}
+    middle = float(np.nanmedian(list(at.values())))
+    ranked = sorted(at, key=lambda name: -np.nan_to_num(abs(at[name] - middle), nan=np.inf))[:RANKS_SHOWN]
+    return {name: curves[name] for name in curves if name in ranked}
 
 
 def _whole(value: Any) -> Any:
     return "" if value is None or value != value else int(value)
 
 
-def _text(value: Any) -> str:
+def _short(value: Any) -> str:
     text = value if isinstance(value, str) else ""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,78 @@
+// One layer: every statistic of a parameter and of the module it belongs to, and its histograms.
+
+const FIRST = ["grad_norm", "weight_norm", "kurtosis", "update_ratio", "grad_max", "rms", "max", "std", "mean"];
+let openLayer = () => {};
+
+function layers() {
+  const host = byId("layer");
+  if (!host) return;
+  const known = new Map();  // "layer/blocks.0.qkv.weight" -> its series
+  for (const name of store.names.filter(wide)) {
+    const [family, layer] = parts(name);
+    const key = `${family}/${layer}`;
+    known.set(key, [...(known.get(key) ?? []), name]);
+  }
+  if (!known.size) { host.closest("section").hidden = true; return; }
+  const group = (family, text) => {
+    const keys = [...known.keys()].filter((key) => key.startsWith(`${family}/`));
+    return keys.length ? el("optgroup", { label: text }, ...keys.map((key) => el("option", { value: key }, key.slice(family.length + 1)))) : "";
+  };
+  const choice = el("select", { id: "layer-choice" }, group("layer", "parameters"), group("act", "modules"));
+  const panels = el("div", { class: "panels three" });
+  const shapes = el("div", { class: "shapes" });
+  host.replaceChildren(el("div", { class: "toolbar" }, el("label", { for: "layer-choice" }, "Layer"), choice), panels, shapes);
+  let drawn = [];
+
+  function choose() {
+    drawn.forEach((chart) => chart.remove());
+    drawn = [];
+    panels.replaceChildren();
+    for (const [name, of] of seriesOf(choice.value)) {
+      const statistic = parts(name)[2];
+      const key = `${parts(name)[0]}/${statistic}`;
+      const box = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, sentence(title(key))), of ? el("span", { class: "unit" }, `of ${of}`) : ""));
+      panels.append(box);
+      drawn.push(lineChart(box, [{ label: name, name, ...store.get(name) }], { height: 130 }));
+      box.dataset.drawn = "yes";
+    }
+    histogramOf(shapes, choice.value);
+  }
+
+  /** The layer's own series, then those of the module around it: [name, module or ""]. */
+  function seriesOf(key) {
+    const own = known.get(key).map((name) => [name, ""]);
+    const around = key.startsWith("layer/") ? module(key.slice("layer/".length)) : null;
+    const its = around ? known.get(`act/${around}`).map((name) => [name, around]) : [];
+    const place = ([name]) => { const at = FIRST.indexOf(parts(name)[2]); return at < 0 ? 99 : at; };
+    return [...own, ...its].sort((a, b) => place(a) - place(b)).slice(0, 12);
+  }
+
+  function module(parameter) {
+    const path = parameter.split(".");
+    for (let length = path.length; length > 0; length -= 1) {
+      const name = path.slice(0, length).join(".");
+      if (known.has(`act/${name}`)) return name;
+    }
+    return null;
+  }
+
+  openLayer = (name) => {
+    const key = known.has(name) ? name : `${parts(name)[0]}/${parts(name)[1]}`;
+    if (!known.has(key)) return;
+    choice.value = key;
+    drawNow(host);
+    choose();
+    byId("layers").scrollIntoView({ behavior: calm() ? "auto" : "smooth" });
+    choice.focus({ preventScroll: true });
+  };
+
+  const grewMost = document.querySelector("td[data-layer]")?.dataset.layer;
+  const start = [page.subject?.layer, grewMost].find((key) => known.has(key));
+  if (start) choice.value = start;
+  choice.addEventListener("change", choose);
+  lazily(host, choose);
+  grown.push({ names: null, update: () => drawn.length && choose() });
+}
+
+const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

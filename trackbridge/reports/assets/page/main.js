@@ -1,0 +1,35 @@
+// The parts of the page, put together.
+
+const page = JSON.parse(byId("data").textContent);
+const store = new Store(page.block);
+const shapes = new Shapes(page.histograms);
+
+/** The bar of sections: marks where the reader is; works in frames in which links to places do not. */
+let seen = null;
+function navigation() {
+  const links = [...document.querySelectorAll("nav a")];
+  for (const link of links) {
+    const target = byId(link.hash.slice(1));
+    link.hidden = !target || target.hidden;
+    link.onclick = (event) => {
+      event.preventDefault();
+      target.scrollIntoView({ behavior: calm() ? "auto" : "smooth" });
+      target.querySelector("h2")?.focus({ preventScroll: true });
+    };
+  }
+  seen?.disconnect();
+  seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) links.forEach((link) => link.toggleAttribute("aria-current", link.hash === `#${entry.target.id}`));
+  }, { rootMargin: "-30% 0px -65% 0px" });
+  links.forEach((link) => { const target = byId(link.hash.slice(1)); if (target) seen.observe(target); });
+}
+
+timeline();
+heatmap();
+layers();
+compare();
+outcomes();
+spikes();
+navigation();
+live();
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,109 @@
+// The timeline: loss and gradient norm large, the rest in groups that are drawn when they are opened.
+
+const MOST_LINES = 8;
+
+function timeline() {
+  const host = byId("charts");
+  host.replaceChildren();
+  if (!store.names.length) { host.append(el("p", { class: "empty" }, "No series were recorded.")); return; }
+  host.append(toolbar());
+  const first = page.panels.filter((panel) => panel.first);
+  const large = el("div", { class: "panels large" });
+  host.append(large);
+  first.forEach((panel) => placePanel(large, panel, 210));
+  const groups = new Map();
+  for (const panel of page.panels) if (!panel.first && panel.view === "line") groups.set(panel.group, [...(groups.get(panel.group) ?? []), panel]);
+  const more = byId("more");
+  more.replaceChildren();
+  for (const [title, panels] of groups) {
+    const inside = el("div", { class: "panels" });
+    const summary = el("summary", {}, title, el("small", {}, `${panels.length} chart${panels.length > 1 ? "s" : ""}`));
+    const group = el("details", { class: "group" }, summary, inside);
+    group.addEventListener("toggle", () => {
+      if (group.open && !inside.childElementCount) panels.forEach((panel) => placePanel(inside, panel, 150));
+    });
+    more.append(group);
+  }
+}
+
+function placePanel(host, panel, height) {
+  const names = panel.series.filter((name) => store.has(name));
+  const chosen = names.length > MOST_LINES ? mostChanged(names, MOST_LINES) : names;
+  const note = names.length > chosen.length ? `${chosen.length} of ${names.length}, those that changed most` : "";
+  const box = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, panel.title), panel.unit ? el("span", { class: "unit" }, panel.unit) : "", note ? el("span", { class: "unit" }, note) : ""));
+  host.append(box);
+  box.style.setProperty("--height", `${height + 30}px`);
+  const lines = () => chosen.map((name) => ({ label: label(name, chosen), name, ...store.get(name) }));
+  lazily(box, () => {
+    const drawn = lines();
+    const log = panel.scale === "log" && drawn.every((line) => line.values.every((v) => !(v <= 0)));
+    const chart = lineChart(box, drawn, { height, unit: panel.unit, marks: panel.marked, log });
+    box.dataset.drawn = "yes";
+    grown.push({ names: chosen, update: () => chart.update(lines()) });
+  });
+}
+
+const grown = [];  // charts that a live page updates
+
+/** What tells a line from its neighbours. */
+function label(name, among) {
+  if (!wide(name)) return name;
+  const [family, layer, statistic] = parts(name);
+  return among.every((other) => wide(other) && parts(other)[2] === statistic && parts(other)[0] === family) ? layer : `${layer} ${statistic}`;
+}
+
+/** Those whose values around the subject, or at the end, are farthest from their usual size. In the given order. */
+function mostChanged(names, count) {
+  const scored = names.map((name) => [change(name), name]).sort((a, b) => b[0] - a[0]).slice(0, count).map((pair) => pair[1]);
+  return names.filter((name) => scored.includes(name));
+}
+
+function change(name) {
+  const { steps, values } = store.get(name);
+  const onset = page.subject?.from ?? Infinity;
+  const from = lowerBound(steps, onset - 0.5);
+  const usual = scale(name, values.subarray(Math.max(0, from - 256), from || values.length));
+  const after = page.subject ? values.subarray(from, lowerBound(steps, page.subject.to + 1.5)) : values;
+  let most = 0;
+  for (const v of after) { const far = Math.abs(usual(v)); if (far > most) most = far; }
+  return most;
+}
+
+const SIGNED = new Set(["mean", "kurtosis", "nonfinite", "grad_nonfinite"]);
+
+/** How far a value is from the usual ones: in doublings for sizes, in robust sigmas for what may be zero or negative. */
+function scale(name, usual) {
+  const middle = median(usual);
+  if (!SIGNED.has(parts(name)[2]) && middle > 0) return (v) => (v > 0 ? Math.log2(v / middle) : NaN);
+  const spread = 1.4826 * median(Array.from(usual, (v) => Math.abs(v - middle))) || Math.abs(middle) / 10 || 1;
+  return (v) => (v - middle) / spread / 3;
+}
+
+/** Buttons that zoom, and a slider that reads all charts at one step. */
+function toolbar() {
+  const [first, last] = store.extent;
+  const buttons = el("div", { class: "buttons", role: "group", "aria-label": "Zoom" });
+  const everything = el("button", { type: "button", onclick: () => view.zoom(null) }, "Everything");
+  const zooms = page.marks.slice(0, 6).map((mark) => {
+    const near = Math.max(12, 2 * (mark.to - mark.from));
+    return el("button", { type: "button", onclick: () => view.zoom([Math.max(first, mark.from - near), Math.min(last, mark.to + near)]) }, mark.label);
+  });
+  buttons.append(everything, ...zooms);
+  const slider = el("input", { type: "range", id: "step", min: String(first), max: String(last), step: "1", value: String(page.subject?.from ?? last) });
+  const reading = el("output", { for: "step", id: "step-reading" });
+  const say = () => {
+    const step = Number(slider.value);
+    const mine = page.panels.filter((panel) => panel.first).flatMap((panel) => panel.series).filter((name) => store.has(name));
+    reading.textContent = `step ${step.toLocaleString("en")}` + mine.map((name) => `, ${name} ${show(store.at(name, step))}`).join("");
+  };
+  slider.addEventListener("input", () => { view.point(Number(slider.value)); say(); });
+  view.onChange((what) => {
+    if (what === "step" && view.step != null) { slider.value = String(view.step); say(); }
+    else if (what === "range") {
+      const [low, high] = view.range ?? store.extent;
+      slider.min = String(Math.ceil(low)); slider.max = String(Math.floor(high));
+    }
+  });
+  say();
+  return el("div", { class: "toolbar" }, buttons, el("label", { for: "step" }, "Step"), slider, reading, el("small", {}, "Drag over a chart to zoom, double-click to see everything."));
+}

@@ -1,0 +1,152 @@
+"""What the page's scripts draw: series, histograms, panels, marks, as one JSON value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trackbridge import names, panels
+from trackbridge.names import is_wide
+from trackbridge.records import Anomaly
+from trackbridge.reports.decimate import Span
+from trackbridge.reports.embed import SeriesBlock
+from trackbridge.reports.embed_histograms import histogram_block
+
+if TYPE_CHECKING:
+    from trackbridge.reports.page import PageData, Spike
+
+FIRST = ("loss", "gradient-norm")
+"""Panels that the timeline draws large."""
+AROUND = 16
+"""Steps on both sides of an anomaly of which every point is kept."""
+LONGEST_WINDOW = 256
+MARKS = 200
+OWN = "Also recorded"
+RECORDED = "recorded"
+
+
+def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
+    """(what ``assets/page`` reads, sentences on what was left out or thinned)."""
+    anomalies = data.anomalies
+    block = SeriesBlock(windows=[window(anomaly) for anomaly in anomalies[:MARKS]])
+    series = block.pack(data.series)
+    curves = {f"outcome-{place}": c for place, spike in enumerate(data.spikes) if (c := _outcomes(spike, data, block))}
+    if data.rank_curves:
+        curves["ranks"] = [{"label": name, "line": block.add(*pair)} for name, pair in data.rank_curves.items()]
+    onset = anomalies[0].onset if anomalies else None
+    histograms = histogram_block(data.histograms, onset)
+    found = {
+        "block": series,
+        "panels": chosen(data.series, anomalies[0].series if anomalies else None),
+        "marks": marks(anomalies),
+        "subject": subject(anomalies[0]) if anomalies else None,
+        "statistics": _statistics(data.series),
+        "histograms": histograms,
+        "curves": curves,
+        "live": data.live,
+    }
+    return found, _notes(block, histograms)
+
+
+def window(anomaly: Anomaly) -> Span:
+    """The steps around an anomaly of which no point is left out."""
+    first, last = span(anomaly)
+    return first - AROUND, min(last, first + LONGEST_WINDOW) + AROUND
+
+
+def span(anomaly: Anomaly) -> Span:
+    """From the onset to the last step before it was over, or to where it was detected."""
+    if anomaly.recovered_after is None:
+        return anomaly.onset, max(anomaly.onset, anomaly.step)
+    return anomaly.onset, anomaly.onset + max(0, anomaly.recovered_after - 1)
+
+
+def marks(anomalies: Sequence[Anomaly]) -> list[dict[str, Any]]:
+    """Bands in the charts, ascending; the first anomalies given are the ones that stay when there are very many."""
+    found = [{"from": span(a)[0], "to": span(a)[1], "label": f"{a.kind[:24]} at {a.onset}"} for a in anomalies[:MARKS]]
+    return sorted(found, key=lambda mark: (mark["from"], mark["to"]))
+
+
+def subject(anomaly: Anomaly) -> dict[str, Any]:
+    """Of the anomaly that the page is about: its steps, and the layer that moved first, if one did."""
+    first, last = span(anomaly)
+    movers = [anomaly.first_mover, *anomaly.cascade]
+    layer = next((mover[0].rpartition("/")[0] for mover in movers if mover and is_wide(mover[0])), None)
+    return {"from": first, "to": last, "layer": layer}
+
+
+def chosen(series: Iterable[str], subject_series: str | None) -> list[dict[str, Any]]:
+    """The panels that the series fill, in the order of `panels.PANELS`; what no panel draws comes last, one chart each."""
+    there = list(series)
+    found = [
+        _panel(panel.title, panels.SECTIONS[panel.section], members, panel.id in FIRST, panel)
+        for panel in panels.PANELS
+        if panel.series and panel.view == "line" and (members := panel.members(there))
+    ]
+    if subject_series in there and not any(each["first"] and subject_series in each["series"] for each in found):
+        found.insert(0, _panel(subject_series, "", [subject_series], True))
+    drawn = {name for each in found for name in each["series"]}
+    own = [name for name in there if name not in drawn and not is_wide(name)]
+    return found + [_panel(name, OWN, [name], False) for name in own]
+
+
+def _panel(title: str, group: str, members: list[str], first: bool, panel: panels.Panel | None = None) -> dict[str, Any]:
+    metric = names.describe(members[0]) if panel is None else None
+    return {
+        "title": title[:120],
+        "group": group,
+        "series": members,
+        "first": first,
+        "view": "line",
+        "unit": panel.unit if panel else metric.unit if metric else "",
+        "scale": panel.scale if panel else None,
+        "marked": panel.marked if panel else True,
+    }
+
+
+def _statistics(series: Iterable[str]) -> dict[str, str]:
+    """{"layer/grad_norm": its meaning} for the statistics of layers that are there."""
+    found: dict[str, str] = {}
+    for name in filter(is_wide, series):
+        family, statistic = name.partition("/")[0], name.rpartition("/")[2]
+        key = f"{family}/{statistic}"
+        if key not in found:
+            metric = names.describe(name)
+            found[key] = metric.meaning if metric else statistic
+    return found
+
+
+def _outcomes(spike: Spike, data: PageData, block: SeriesBlock) -> list[dict[str, Any]]:
+    """Loss curves of counterfactuals beside the recorded one."""
+    report = spike.counterfactuals
+    if report is None:
+        return []
+    curves: list[dict[str, Any]] = []
+    if report.series in data.series:
+        steps, values = data.series[report.series]
+        inside = (steps >= report.restart_step) & (steps <= report.last_step)
+        curves.append({"label": RECORDED, "recorded": True, "line": block.add(steps[inside], values[inside])})
+    import numpy as np
+
+    for name, (at, losses) in list(report.curves().items())[:8]:
+        pairs = min(len(at), len(losses))
+        line = block.add(np.array(at[:pairs], np.int64), np.array(losses[:pairs], np.float64))
+        curves.append({"label": name[:80], "recorded": False, "line": line})
+    return curves
+
+
+def _notes(block: SeriesBlock, histograms: dict[str, Any] | None) -> list[str]:
+    found = []
+    if block.decimated:
+        found.append(
+            f"Long series (up to {block.decimated:,} points) are thinned: of each stretch the least and the greatest value are "
+            "kept, every step around an anomaly, and where a series is not finite."
+        )
+    if block.decimated and block.thinned:
+        found.append(f"Around {block.thinned:,} of the milder anomalies only the extremes are kept, of some series.")
+    if block.left_out:
+        found.append(f"{block.left_out:,} series are not on this page; the run directory has them.")
+    if histograms and any(histograms["left_out"].values()):
+        left = histograms["left_out"]
+        found.append(f"{left['steps']:,} steps and {left['tensors']:,} tensors of the histograms are not on this page.")
+    return found

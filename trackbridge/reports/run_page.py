@@ -1,0 +1,157 @@
+"""The page of a run: what its run directory knows, with the inspectors of its worst anomalies."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trackbridge import capsule as capsules
+from trackbridge.answers import now
+from trackbridge.capsule import SpikeCapsule
+from trackbridge.errors import TrackbridgeError
+from trackbridge.history import RunRecord
+from trackbridge.journal import JournalReader
+from trackbridge.names import is_wide
+from trackbridge.records import Anomaly, Row
+from trackbridge.reports import spike
+from trackbridge.reports.decimate import Series
+from trackbridge.reports.markup import Table
+from trackbridge.reports.page import PageData, Spike, page
+from trackbridge.rundir import RunDirectory
+
+INSPECTED = 12
+AROUND_RANKS = 64
+
+
+def run_page(record: RunRecord, *, live: dict[str, Any] | None = None) -> str:
+    """One self-contained HTML document on the run. `live`: as in `PageData`."""
+    return page(run_page_data(record, live=live))
+
+
+def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> PageData:
+    """What the page of `record` says. The most severe anomaly is its subject; those of the worst that have a sealed capsule get
+    an inspector with what the capsule tells."""
+    found = sorted(record.anomalies, key=lambda a: (-a.severity, a.onset))
+    sealed = {anomaly.id: capsule for anomaly in found[:INSPECTED] if (capsule := _capsule(record, anomaly))}
+    spikes = [_inspected(anomaly, sealed.get(anomaly.id)) for anomaly in found[:INSPECTED]]
+    info, subject = record.info, spikes[0].anomaly if spikes else None
+    tables, curves = _ranks(record, subject)
+    return PageData(
+        title=f"{subject.kind.capitalize()} in {subject.series} at step {subject.onset}"
+        if subject
+        else info.name or info.run_id,
+        where="/".join(filter(None, (info.project, info.name or info.run_id))),
+        status=record.status,
+        series={name: record.series(name) for name in sorted(record.names, key=is_wide)},
+        spikes=spikes,
+        marked=found[INSPECTED:],
+        actions=actions(record, subject, sealed.get(subject.id) if subject else None),
+        histograms=record.histograms(),
+        ranks=tables,
+        rank_curves=curves,
+        rank_series=spike.RANK_SERIES,
+        missing=missing(record, found),
+        facts=_facts(record),
+        live=live,
+    )
+
+
+def _capsule(record: RunRecord, anomaly: Anomaly) -> SpikeCapsule | None:
+    folder = record.path / anomaly.capsule if anomaly.capsule else None
+    if folder is None or not (folder / capsules.MANIFEST).is_file():
+        return None
+    try:
+        return capsules.load(folder)
+    except TrackbridgeError:
+        return None  # `missing` says that it is damaged
+
+
+def _inspected(anomaly: Anomaly, capsule: SpikeCapsule | None) -> Spike:
+    return spike.inspected(capsule, anomaly) if capsule else Spike(anomaly)
+
+
+def actions(record: RunRecord, subject: Anomaly | None, capsule: SpikeCapsule | None) -> list[tuple[str, str]]:
+    if capsule is not None:
+        return spike.actions(capsule, record.path)
+    where = shlex.quote(str(record.path))
+    if subject is not None:
+        found = [(now(subject), "")]
+        if record.status == "running":
+            found.append(
+                ("Its capsule is sealed a few steps after the anomaly. Follow the run:", f"trackbridge view {where} --live")
+            )
+        return found
+    if record.status == "running":
+        return [("Nothing has to be done. Follow the run:", f"trackbridge view {where} --live")]
+    if record.status == "failed":
+        return [(f"Look at the error that ended it: {record.error or 'not recorded'}", "")]
+    if record.status == "killed":
+        return [("Find out what killed the process (out of memory, a time limit, a lost node); no error was recorded.", "")]
+    return [("Nothing has to be done.", "")]
+
+
+def missing(record: RunRecord, found: Sequence[Anomaly]) -> list[str]:
+    """What this page cannot say, and why."""
+    lacks = [str(record.damage)] if record.damage else []
+    ranks = set(RunDirectory(record.path).ranks())
+    absent = sorted(set(range(record.info.world_size)) - ranks)
+    if absent:
+        lacks.append(f"The journals of {len(absent)} of {record.info.world_size} ranks are not on this disk.")
+    for anomaly in found[:INSPECTED]:
+        if not anomaly.capsule:
+            lacks.append(f"No capsule of the {anomaly.kind} at step {anomaly.onset}: it cannot be run again from here.")
+        elif _capsule(record, anomaly) is None:
+            lacks.append(f"The capsule {anomaly.capsule} is not here, or is damaged.")
+    for name in ("trackbridge/rows_dropped", "trackbridge/rows_lost", "trackbridge/contexts_dropped"):
+        if name in record.names and (lost := np.nanmax(record.series(name)[1])) > 0:
+            lacks.append(f"{name}: {lost:,.0f}")
+    return lacks
+
+
+def _ranks(record: RunRecord, subject: Anomaly | None) -> tuple[list[Table], dict[str, Series]]:
+    """What each rank recorded around the subject (or at the end), and the gradient norm of those that went farthest."""
+    directory = RunDirectory(record.path)
+    ranks = directory.ranks()
+    if len(ranks) < 2:
+        return [], {}
+    last = max((int(steps[-1]) for name in record.names[:1] for steps, _ in [record.series(name)]), default=0)
+    onset = subject.onset if subject else last
+    rows, curves = [], {}
+    for rank in ranks[:64]:
+        reader = JournalReader(
+            directory.rows(rank), kinds={Row}, steps=range(max(0, onset - AROUND_RANKS), onset + AROUND_RANKS)
+        )
+        own = [row for row in reader.read() if isinstance(row, Row) and row.kind == "step"]
+        at = next((row for row in own if row.step == onset), own[-1] if own else None)
+        cells = [(at.get(name) if at else None) for name in ("train/loss", spike.RANK_SERIES)]
+        told = "yes" if subject and rank in subject.ranks else ""
+        rows.append((rank, len(own), *("" if cell is None else cell for cell in cells), told))
+        points = [(row.step, value) for row in own if (value := row.get(spike.RANK_SERIES)) is not None]
+        if points:
+            curves[f"rank {rank}"] = (np.array([p[0] for p in points], np.int64), np.array([p[1] for p in points], np.float64))
+    columns = ("rank", "steps near", "loss", "gradient norm", "told the anomaly")
+    title = f"{len(ranks)} of {record.info.world_size} ranks, around step {onset:,}"
+    return [Table(title, columns, rows)], spike.farthest(curves, onset)
+
+
+def _facts(record: RunRecord) -> dict[str, Any]:
+    info, provenance = record.info, record.provenance
+    git, torch = provenance.get("git"), provenance.get("torch")
+    found = {
+        "run": "/".join(filter(None, (info.project, info.name or info.run_id))),
+        "run id": info.run_id,
+        "status": f"{record.status}: {record.error}" if record.error else record.status,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.created)) if info.created else None,
+        "attempts": info.attempt + 1,
+        "ranks": f"{len(RunDirectory(record.path).ranks())} of {info.world_size}",
+        "directory": str(record.path),
+        "commit": git.get("commit") if isinstance(git, dict) else None,
+        "torch": torch.get("version") if isinstance(torch, dict) else None,
+        "configuration": json.dumps(record.config, default=str)[:600] if record.config else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
