@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+
 from trackbridge.clock import StepClock
 
 
 class Pace:
-    """Sums what one step consumed and turns it into series when the step closes. Seconds, tokens, samples."""
+    """Sums what one step consumed and turns it into series when the step closes. Seconds, tokens, samples.
 
-    def __init__(self, clock: StepClock | None = None) -> None:
+    `steady` is False in the first step and in one in which something was compiled: their time is no rate of training.
+    """
+
+    def __init__(self, clock: StepClock | None = None, *, steps: int | None = None) -> None:
+        """`steps`: how long the run is going to be, for ``perf/eta_s``."""
         self.tokens = 0.0  # in the whole run
+        self.steady = False
+        self.consumed_tokens = 0.0  # in the step that was closed last
         self._clock = clock or StepClock()
+        self._steps = steps
+        self._typical_s = 0.0
+        self._begun = False
+        self._compiled = _graphs()
         self._fetch_s = 0.0
         self._tokens = 0.0
         self._samples = 0.0
@@ -19,6 +31,10 @@ class Pace:
     def begin(self) -> None:
         """The first step starts now."""
         self._clock.lap()
+
+    @property
+    def paused(self) -> bool:
+        return self._clock.paused
 
     def fetched(self, seconds: float) -> None:
         if not self._clock.paused:
@@ -35,9 +51,13 @@ class Pace:
         """Go on; the pause is added to `series`."""
         self._pauses[series] = self._pauses.get(series, 0.0) + self._clock.resume()
 
-    def close(self, tokens: float | None, samples: float | None) -> dict[str, float]:
-        """The step ends now. `tokens` and `samples` replace what `consumed` summed. Absent where nothing was counted."""
+    def close(self, tokens: float | None, samples: float | None, step: int = 0) -> dict[str, float]:
+        """Step `step` ends now. `tokens` and `samples` replace what `consumed` summed. Absent where nothing was counted."""
         seconds = self._clock.lap()
+        graphs = _graphs()
+        self.steady = self._begun and graphs == self._compiled and seconds > 0
+        self._compiled = graphs
+        self._begun = True
         step_tokens = self._tokens if tokens is None else float(tokens)
         step_samples = self._samples if samples is None else float(samples)
         found = {"perf/step_s": seconds, **self._pauses}
@@ -46,9 +66,20 @@ class Pace:
         if step_tokens:
             self.tokens += step_tokens
             found["train/tokens"] = self.tokens
-            found["perf/tokens_per_s"] = step_tokens / seconds if seconds else 0.0
-        if step_samples:
-            found["perf/samples_per_s"] = step_samples / seconds if seconds else 0.0
+            if self.steady:
+                found["perf/tokens_per_s"] = step_tokens / seconds
+        if step_samples and self.steady:
+            found["perf/samples_per_s"] = step_samples / seconds
+        if self._steps is not None and self.steady:
+            self._typical_s += (seconds - self._typical_s) * (0.02 if self._typical_s else 1.0)
+            found["perf/eta_s"] = max(self._steps - step - 1, 0) * self._typical_s
+        self.consumed_tokens = step_tokens
         self._fetch_s = self._tokens = self._samples = 0.0
         self._pauses = {}
         return found
+
+
+def _graphs() -> int:
+    """How many graphs the compiler has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
