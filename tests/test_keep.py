@@ -77,7 +77,7 @@ def test_the_same_name_twice_is_two_artifacts(tmp_path: Path, keeper: Keeper, ke
 
 
 def test_what_cannot_be_read_is_an_error_on_the_callers_thread(tmp_path: Path, keeper: Keeper, kept: list[Artifact]) -> None:
-    with pytest.raises(UsageError, match="cannot log artifact .*nothing.bin"):
+    with pytest.raises(UsageError, match=r"cannot log artifact .*nothing\.bin"):
         keeper.keep(tmp_path / "nothing.bin", kind="file", name=None, step=0)
     assert keeper.wait(1) and not kept
 

@@ -78,7 +78,7 @@ def points(records: list[Record]) -> dict[str, dict[int, float]]:
 
 def within(left: dict[int, float], series: dict[int, float]) -> bool:
     """Every value of `left` is one of `series`, to the bit."""
-    return all(step in series and np.float64(value).tobytes() == np.float64(series[step]).tobytes() for step, value in left.items())
+    return all(step in series and np.array_equal([value], [series[step]], equal_nan=True) for step, value in left.items())
 
 
 def spike(step: int, onset: int | None = None, attempt: int = 0) -> Anomaly:
@@ -176,15 +176,15 @@ def test_killed_in_the_middle(directory: RunDirectory, when: str, monkeypatch: p
     write(directory, [*rows(range(2000)), RunEnd(-1, 1.0, "finished")])
     before = points(everything(directory))
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     def die(*_: object, **__: object) -> None:
-        raise Killed
+        raise KilledError
 
     with monkeypatch.context() as patched:
         patched.setattr(retention.os if when == "before the rename" else Path, "fsync" if "rename" in when else "unlink", die)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             retention.fit(directory, settings=policy(1 << 17))
     (directory.rank(0) / "retention.claim").unlink(missing_ok=True)  # its owner is dead; here it is us
     now = points(everything(directory))

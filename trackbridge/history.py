@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,8 @@ Status: TypeAlias = Literal["running", "finished", "failed", "killed"]
 Steps: TypeAlias = npt.NDArray[np.int64]
 
 _BATCH = 4096  # rows turned into one matrix: bounds the memory that single row objects take
+_MOST_VALUES = 32_000_000  # held in memory for later questions: 256 MB
+_MOST_SCHEMAS = 4096  # sets of names with a matrix of their own
 
 
 def load(path: str | Path) -> RunRecord:
@@ -70,7 +72,7 @@ class RunRecord:
         self.path = directory.path
         self._directory = directory
         self._file = directory.read()
-        self._columns = _Columns()
+        self._columns = _Columns(lambda: (row for row in self.rows(_leader(directory)) if row.seq <= reader.position))
         self._series: dict[str, tuple[Steps, FloatArray]] = {}
         self._end: RunEnd | None = None
         self._newest = 0.0
@@ -152,14 +154,19 @@ class RunRecord:
         if name not in self._series:
             if name not in self._known:
                 raise UsageError(f"no series {name!r} in {self.path.name}{nearest(name, self.names)}")
-            self._series[name] = self._columns.series(name)
+            self._fetch([name])
         return self._series[name]
+
+    def _fetch(self, names: Iterable[str]) -> None:
+        """Have the series ready, in as few passes over the journal as can be."""
+        self._series |= self._columns.series([n for n in names if n in self._known and n not in self._series])
 
     def frame(self, names: Iterable[str] | None = None) -> pd.DataFrame:
         """A pandas frame indexed by step, one float64 column per series (all by default); NaN where a step has no value."""
         import pandas as pd
 
         chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
+        self._fetch(chosen)
         found = {name: self.series(name) for name in chosen}
         steps = _union([pair[0] for pair in found.values()])
         columns = {name: _aligned(steps, *pair) for name, pair in found.items()}
@@ -177,6 +184,7 @@ class RunRecord:
                 family, _, rest = name.partition("/")
                 layer, _, statistic = rest.rpartition("/")
                 families.setdefault((family, layer), {})[statistic] = name
+        self._fetch(name for statistics in families.values() for name in statistics.values())
         parts = []
         for (family, layer), statistics in families.items():
             part = self.frame(statistics.values())
@@ -319,25 +327,74 @@ def _leader(directory: RunDirectory) -> int:
 
 
 class _Columns:
-    """Rows as matrices, one list of them per set of names."""
+    """Rows as matrices, one list of them per set of names. Beyond `_MOST_VALUES` only the names are kept, and the series asked
+    for are read from the journal anew: a run of a million steps with 500 series is 4 GB."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}  # by id of the schema, which the block keeps alive
+    def __init__(self, again: Callable[[], Iterator[Row]]) -> None:
+        self._again = again
+        self._count = 0
+        self._names: dict[str, None] = {}
+        self._schemas: dict[int, Schema] = {}  # by id, kept alive
+        self._values = 0
+        self._blocks: _Blocks | None = _Blocks(None)
 
     def __len__(self) -> int:
-        return sum(block.count for block in self._blocks.values())
+        return self._count
+
+    def add(self, row: Row) -> None:
+        self._count += 1
+        self._values += len(row.values)
+        if id(row.schema) not in self._schemas:
+            if len(self._schemas) >= _MOST_SCHEMAS:
+                self._schemas.clear()
+            self._schemas[id(row.schema)] = row.schema
+            self._names.update(dict.fromkeys(row.schema.names))
+        if self._values > _MOST_VALUES:
+            self._blocks = None
+        if self._blocks is not None:
+            self._blocks.add(row)
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def series(self, names: Iterable[str]) -> dict[str, tuple[Steps, FloatArray]]:
+        """Those of `names`, all of them in one pass."""
+        wanted = list(names)
+        blocks = self._blocks
+        if blocks is None and wanted:
+            blocks = _Blocks(frozenset(wanted))
+            for row in self._again():
+                blocks.add(row)
+        return {name: blocks.series(name) for name in wanted} if blocks is not None else {}
+
+
+class _Blocks:
+    """The values of rows; only those of `wanted`, if given."""
+
+    def __init__(self, wanted: frozenset[str] | None) -> None:
+        self._wanted = wanted
+        self._blocks: dict[int, _Block] = {}  # by id of the schema, which the block keeps alive
+        self._loose: dict[str, list[tuple[int, int, int, float]]] = {}  # of rows whose set of names hardly anyone shares
 
     def add(self, row: Row) -> None:
         block = self._blocks.get(id(row.schema))
         if block is None:
-            block = self._blocks[id(row.schema)] = _Block(row.schema)
+            if len(self._blocks) >= _MOST_SCHEMAS:
+                self._set_loose(row)
+                return
+            block = self._blocks[id(row.schema)] = _Block(row.schema, self._wanted)
         block.add(row)
 
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(name for block in self._blocks.values() for name in block.schema.names))
+    def _set_loose(self, row: Row) -> None:
+        for name, value in row.items():
+            if self._wanted is None or name in self._wanted:
+                self._loose.setdefault(name, []).append((row.step, row.attempt, row.seq, value))
 
     def series(self, name: str) -> tuple[Steps, FloatArray]:
-        parts = [block.column(name) for block in self._blocks.values() if name in block.schema.names]
+        parts = [column for block in self._blocks.values() if (column := block.column(name)) is not None]
+        if name in self._loose:
+            loose = self._loose[name]
+            parts.append((np.array([point[:3] for point in loose], np.int64), np.array([point[3] for point in loose])))
         keys = np.concatenate([keys for keys, _ in parts])
         values = np.concatenate([values for _, values in parts])
         order = np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))  # by step, then attempt, then seq
@@ -349,28 +406,32 @@ class _Columns:
 class _Block:
     """The rows of one schema: `keys` (step, attempt, seq) and values, in chunks of `_BATCH` rows."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        self.count = 0
+    def __init__(self, schema: Schema, wanted: frozenset[str] | None) -> None:
+        self._schema = schema
+        chosen = [at for at, name in enumerate(schema.names) if wanted is None or name in wanted]
+        self._places = {schema.names[at]: place for place, at in enumerate(chosen)}
+        self._chosen = np.array(chosen, np.intp)
         self._rows: list[Row] = []
         self._keys: list[Steps] = []
         self._values: list[FloatArray] = []
 
     def add(self, row: Row) -> None:
-        self.count += 1
-        self._rows.append(row)
-        if len(self._rows) >= _BATCH:
-            self._pack()
+        if self._places:
+            self._rows.append(row)
+            if len(self._rows) >= _BATCH:
+                self._pack()
 
-    def column(self, name: str) -> tuple[Steps, FloatArray]:
+    def column(self, name: str) -> tuple[Steps, FloatArray] | None:
         self._pack()
-        at = self.schema.names.index(name)
+        at = self._places.get(name)
+        if at is None or not self._keys:
+            return None
         return np.concatenate(self._keys), np.concatenate([values[:, at] for values in self._values])
 
     def _pack(self) -> None:
         if self._rows:
             self._keys.append(np.array([(row.step, row.attempt, row.seq) for row in self._rows], np.int64))
-            self._values.append(np.stack([row.values for row in self._rows]))
+            self._values.append(np.stack([row.values[self._chosen] for row in self._rows]))
             self._rows = []
 
 

@@ -14,12 +14,14 @@ from typer.core import TyperGroup
 from trackbridge._version import __version__
 from trackbridge.cli.demo import demo
 from trackbridge.cli.doctor import doctor
+from trackbridge.cli.export import export
 from trackbridge.cli.pull import pull
 from trackbridge.cli.replay import replay
 from trackbridge.cli.report import report
 from trackbridge.cli.runs import runs
 from trackbridge.cli.show import show
 from trackbridge.cli.sync import sync
+from trackbridge.cli.view import view
 from trackbridge.errors import TrackbridgeError
 
 
@@ -56,5 +58,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, sync, pull, replay, report, doctor):
+for command in (demo, runs, show, view, sync, export, pull, replay, report, doctor):
     app.command()(command)
