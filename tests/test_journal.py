@@ -459,16 +459,17 @@ def test_held_steps_outlive_the_ring(tmp_path: Path) -> None:
     journal = writer(tmp_path, ring_bytes=32 << 10)
     for step in range(1000):
         journal.append(row(step))
-    journal.hold(990)
-    journal.hold(2000)
+    journal.hold(990, 1400)
+    journal.hold(2000, 4000)
     for step in range(1000, 4000):
         journal.append(row(step))
-    assert steps(JournalReader(tmp_path, steps=range(990, 2000)).read()) == list(range(990, 2000))
-    journal.release(990)
+    assert steps(JournalReader(tmp_path, steps=range(990, 1401)).read()) == list(range(990, 1401))
+    assert 1900 not in steps(JournalReader(tmp_path).read()), "what nobody holds goes, between what somebody does"
+    journal.release(990, 1400)
     kept = steps(JournalReader(tmp_path).read())
     assert 990 not in kept
     assert kept[-2000:] == list(range(2000, 4000))
-    journal.release(2000)
+    journal.release(2000, 4000)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 32 << 10
 
 

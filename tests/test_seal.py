@@ -139,7 +139,7 @@ def test_batches_stay_by_default(tmp_path: Path) -> None:
         ({"snapshots": (15,), "micro": MicroBatch(why_no_tensors="too large")}, "explain", 15, "of steps 15-26: too large"),
         ({"snapshots": (15,), "micro": MicroBatch(sample_ids=(1,), why_no_tensors="too large")}, "re-execute", 15, "fetch"),
         ({"snapshots": (15,), "steps": [*range(18), *range(20, 40)]}, "explain", 16, "rows of steps 18-19"),
-        ({"snapshots": (15,), "world_size": 4}, "re-execute", 15, "ranks 1-3: nothing of them is on this disk"),
+        ({"snapshots": (15,), "world_size": 4}, "re-feed", 15, "ranks 1-3: nothing of them is on this disk"),
     ],
 )  # fmt: skip
 def test_tier_and_missing(tmp_path: Path, made: dict[str, Any], tier: str, restart: int, words: str | None) -> None:

@@ -27,6 +27,7 @@ from trackbridge import lab, untrusted
 from trackbridge.capsule_parts import (
     BATCHES,
     HISTOGRAMS,
+    HISTORY,
     LAYERS,
     RNG,
     TENSORS,
@@ -35,6 +36,7 @@ from trackbridge.capsule_parts import (
     RngStates,
     read_frame,
     read_histograms,
+    read_narrow,
     read_series,
 )
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
@@ -173,6 +175,12 @@ class SpikeCapsule(BaseModel):
         return read_frame(self.path / WINDOW)
 
     @cached_property
+    def history(self) -> dict[int, dict[str, float]]:
+        """{step: {series: value}} of the run-level series of up to 256 steps before the window, those of earlier attempts
+        included; empty in a capsule that has none."""
+        return read_narrow(self.path / HISTORY) if HISTORY in self.files else {}
+
+    @cached_property
     def layers(self) -> pd.DataFrame:
         """Per-layer statistics: step, family ("layer" or "act"), layer, a column per statistic (NaN: absent or NaN)."""
         return read_frame(self.path / LAYERS)
@@ -260,17 +268,21 @@ def write(
     manifest: SpikeCapsule,
     fill: Callable[[Path], None],
     fill_local: Callable[[Path], None] | None = None,
+    *,
+    replace: bool = False,
 ) -> Path:
     """Write a capsule so that `destination` is whole or absent: under a temporary name, fsynced, renamed.
 
     `fill(folder)` writes the files, `fill_local(folder)` those that stay on this machine (``<destination>.local``). The
-    manifest's `files` and `local.files` are filled in here. Raises `CapsuleError` if `destination` exists.
+    manifest's `files` and `local.files` are filled in here. Raises `CapsuleError` if `destination` exists, unless it is to be
+    replaced.
     """
-    if destination.exists():
+    if destination.exists() and not replace:
         raise CapsuleError(f"{destination} exists already")
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     beside = destination.with_name(f".{destination.name}{LOCAL}.{os.getpid()}.tmp")
+    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
     try:
         for folder in (temporary, beside):
             shutil.rmtree(folder, ignore_errors=True)
@@ -290,12 +302,14 @@ def write(
             shutil.rmtree(target, ignore_errors=True)  # left by a sealing that was killed between the two renames
             beside.rename(target)
         try:
+            if replace:
+                destination.rename(old)
             temporary.rename(destination)
         except OSError:
             raise CapsuleError(f"{destination} was written by another process meanwhile") from None
         _sync_folder(destination.parent)
     finally:
-        for folder in (temporary, beside):
+        for folder in (temporary, beside, old):
             shutil.rmtree(folder, ignore_errors=True)
     return destination
 

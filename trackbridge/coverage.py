@@ -12,7 +12,7 @@ from trackbridge.config import RecorderConfig
 from trackbridge.errors import CapsuleError
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, MicroBatch, Row, StepContext
-from trackbridge.rundir import RunDirectory
+from trackbridge.rundir import RunDirectory, RunFile
 
 
 @dataclass
@@ -77,17 +77,29 @@ def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) ->
     return {r.step: r for r in reader.read() if isinstance(r, Row) and r.kind == "step" and r.attempt == attempt}
 
 
+def earlier_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> list[Row]:
+    """The step rows of `attempt` and of those before it, in order of steps; of a step that was run twice, the newest."""
+    found: dict[int, Row] = {}
+    for record in JournalReader(directory.rows(rank), kinds={Row}, steps=steps).read():
+        if isinstance(record, Row) and record.kind == "step" and record.attempt <= attempt and record.step in steps:
+            found[record.step] = record
+    return [found[step] for step in sorted(found)]
+
+
 def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, records: Sequence[RankRecord]) -> Window:
     """From the newest usable snapshot that leaves `recorder.before` steps before the onset (or else the earliest later one,
     up to the onset) to `recorder.after` steps after the detection. Without a snapshot, from `before` steps before the onset."""
     wanted = _wanted(anomaly, recorder)
     recorded = sorted(records[0].rows)
-    last = min(recorded[-1], anomaly.step + recorder.after)
+    ends = [end for record in records if (end := max(record.rows)) >= anomaly.onset]  # killed ranks end at different steps
+    last = min([*ends, anomaly.step + recorder.after])
     kept: dict[int, dict[int, Path]] = {}
     why = None
     for record in records:
         kept[record.rank], refused = snapshots(directory, record.rank, anomaly.attempt)
-        why = why or next(iter(refused), None)
+        why_not = next(iter(refused), None) or _not_pinned(directory, record.rank, anomaly)
+        if why is None and why_not is not None:
+            why = f"{why_not} (rank {record.rank})" if len(records) > 1 else why_not
     common = set.intersection(*(set(found) for found in kept.values()))
     candidates = sorted((step for step in common if step <= wanted), reverse=True)
     candidates += sorted(step for step in common if wanted < step <= anomaly.onset)
@@ -121,8 +133,9 @@ def snapshots(directory: RunDirectory, rank: int, attempt: int) -> tuple[dict[in
     return found, refused
 
 
-def tier(records: Sequence[RankRecord], window: Window, *, tensors: bool) -> Tier:
-    """What can be done with the record. `tensors`: whether kept batches count, or only their sample ids."""
+def tier(records: Sequence[RankRecord], window: Window, world_size: int, *, tensors: bool) -> Tier:
+    """What can be done with the record: nothing is executed again without all `world_size` ranks. `tensors`: whether kept
+    batches count, or only their sample ids."""
 
     def can_feed(micro: MicroBatch) -> bool:
         return (tensors and micro.tensors is not None) or micro.sample_ids is not None
@@ -132,7 +145,7 @@ def tier(records: Sequence[RankRecord], window: Window, *, tensors: bool) -> Tie
             micros = record.contexts[step].micro if step in record.contexts else ()
             if not micros or not all(map(can_feed, micros)):
                 return "explain"
-    return "re-execute" if window.snapshots else "re-feed"
+    return "re-execute" if window.snapshots and len(records) >= world_size else "re-feed"
 
 
 def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> Iterator[str]:
@@ -144,7 +157,10 @@ def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> I
         )
     absent = sorted(set(range(world_size)) - {record.rank for record in records})
     if absent:
-        yield f"ranks {spans(absent)}: nothing of them is on this disk; they cannot be replayed"
+        yield (
+            f"ranks {spans(absent)}: nothing of them is on this disk, and a replay needs all {world_size}; copy their folders "
+            "rank-NNNN into this run directory and run `python -m trackbridge.seal RUN_DIR ANOMALY_ID`"
+        )
     for record in records:
         of = f" of rank {record.rank}" if world_size > 1 else ""
         gone = [step for step in window.steps if step not in record.rows]
@@ -186,6 +202,20 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def world_size(file: RunFile, attempt: int) -> int:
+    """How many ranks ran in `attempt`."""
+    return next((life.world_size for life in file.attempts if life.number == attempt), 1)
+
+
+def _not_pinned(directory: RunDirectory, rank: int, anomaly: Anomaly) -> str | None:
+    """Why the rank could keep no snapshot when it was asked to; None where it did, or left no word."""
+    try:
+        why = json.loads(directory.pin(Path(anomaly.capsule or "").name, rank).read_bytes())["why_not"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return None if why is None else str(why)
 
 
 def _wanted(anomaly: Anomaly, recorder: RecorderConfig) -> int:

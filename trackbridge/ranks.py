@@ -15,7 +15,7 @@ from typing import Any
 
 from trackbridge.errors import UsageError
 
-_inits = itertools.count()
+_gathers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,37 @@ class Ranks:
         """
         if self.world_size == 1:
             return value
-        dist = _initialised()
-        if dist is None:
+        if _initialised() is None:
             raise UsageError(
                 f"world size is {self.world_size} but torch.distributed is not initialised: "
                 "call init_process_group before trackbridge.init"
             )
-        store = dist.distributed_c10d._get_default_store()
-        key = f"trackbridge/{next(_inits)}"
-        store.set(f"{key}/{self.rank}", "" if value is None else value)
+        said = self.gather("" if value is None else value, timeout=timeout, what="trackbridge.init")
+        return said[0] or None
+
+    def gather(self, said: str, *, timeout: float, what: str) -> list[str]:
+        """What every rank says, by rank. All must call it, in the same order; `what` names the call for the error.
+
+        Raises `UsageError` when one does not within `timeout` seconds.
+        """
+        own = store()
+        if self.world_size == 1 or own is None:
+            return [said]
+        key = f"trackbridge/{next(_gathers)}"
+        own.set(f"{key}/{self.rank}", said)
         try:
-            store.wait([f"{key}/{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
+            own.wait([f"{key}/{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
         except RuntimeError as error:  # DistStoreError
             raise UsageError(
-                f"not every rank called trackbridge.init within {timeout:g} s: "
-                f"call it on all {self.world_size} ranks or on none"
+                f"not every rank called {what} within {timeout:g} s: call it on all {self.world_size} ranks or on none"
             ) from error
-        return store.get(f"{key}/0").decode() or None
+        return [own.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
+
+
+def store() -> Any:
+    """The process group's key-value store, None where there is no process group."""
+    dist = _initialised()
+    return None if dist is None else dist.distributed_c10d._get_default_store()
 
 
 def _initialised() -> Any:

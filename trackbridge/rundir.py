@@ -71,6 +71,10 @@ class RunDirectory:
     def snapshots(self, rank: int = 0) -> Path:
         return self.rank(rank) / "snapshots"
 
+    def pin(self, capsule: str, rank: int = 0) -> Path:
+        """The receipt of a rank that it kept what the capsule (its folder's name) needs of it."""
+        return self.rank(rank) / "pins" / f"{capsule}.json"
+
     def ranks(self) -> list[int]:
         """The ranks that have a folder here, ascending."""
         return sorted(int(p.name[5:]) for p in self.path.glob("rank-[0-9][0-9][0-9][0-9]*") if p.is_dir())

@@ -29,7 +29,7 @@ from trackbridge.probes.session import Reading
 from trackbridge.recorder import RawContext, Recorder
 from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema, StepContext
 from trackbridge.rundir import RunDirectory
-from trackbridge.sealer import Sealer
+from trackbridge.sealer import Sealing
 from trackbridge.slab import Slot
 
 IntArray = npt.NDArray[np.int64]
@@ -72,6 +72,7 @@ BACKLOG_BYTES = 256 << 20
 """Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
 
 IDLE_SECONDS = 1.0
+HISTOGRAMS_AFTER = 3  # steps after a detection, among ranks: by then all have heard of it
 
 Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
 
@@ -89,7 +90,8 @@ class Scribe:
         watch: Watch | None,
         directory: RunDirectory,
         attempt: int,
-        seal: Callable[[Callable[[Anomaly, str | None], None]], Sealer] | None,
+        seal: Callable[[Scribe], Sealing] | None,
+        world_size: int = 1,
         strict: bool = False,
     ) -> None:
         self._fresh: deque[Anomaly] = deque()
@@ -101,13 +103,16 @@ class Scribe:
         self._watch = watch
         self._directory = directory
         self._attempt = attempt
-        self._sealer = seal(self._sealed) if seal else None
+        self._sealer = seal(self) if seal else None
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._layouts: dict[tuple[Any, ...], tuple[Schema, IntArray]] = {}
         self._writing = Part("the journal", strict=strict)
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
         self._counting = Part("histograms", strict=strict)
+        self._sealing = Part("making capsules", strict=strict)
+        self._notes: dict[str, tuple[str, ...]] = {}  # what we added to an anomaly's
+        self._world = world_size
         self._error: BaseException | None = None
         self._submitted_bytes = 0  # written by the training thread only
         self._handled_bytes = 0  # written by the scribe's thread only
@@ -152,6 +157,12 @@ class Scribe:
         lost = {"trackbridge/rows_lost": self._rows.rows_lost, "trackbridge/contexts_dropped": self.contexts_dropped}
         return {name: float(number) for name, number in lost.items() if number}
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """`losses`, and the capsules that others' severity cost."""
+        given_up = 0 if self._sealer is None else self._sealer.given_up
+        return self.losses | ({"trackbridge/capsules_given_up": float(given_up)} if given_up else {})
+
     def watch_state(self) -> dict[str, Any]:
         """The detectors' state, for the user's checkpoint. Call through `ask`."""
         return self._watch.state_dict() if self._watch is not None else {}
@@ -173,7 +184,7 @@ class Scribe:
         """Everything submitted so far, open capsules, then `end`, then the journals' last fsync. Bounded; False if late: then
         the thread goes on by itself, and `end` is written when it gets there."""
         deadline = time.monotonic() + timeout
-        last = Ask(self._finish_watch)
+        last = Ask(lambda: self._finish_watch(deadline - time.monotonic()))
         self.submit(last)
         drained = last.done.wait(timeout)
         sealed = drained and (self._sealer is None or self._sealer.finish(max(deadline - time.monotonic(), 0.0)))
@@ -194,6 +205,7 @@ class Scribe:
             except queue.Empty:
                 for journal in (self._rows, self._contexts):
                     journal.sync_if_due()
+                self._listen()
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
@@ -242,6 +254,7 @@ class Scribe:
                     self._tell(anomaly)
                 if self._sealer is not None:
                     self._sealer.advance(item.step)
+        self._listen()
 
     def _layout(self, reading: Reading, present: BoolArray, host: tuple[str, ...]) -> tuple[Schema, IntArray]:
         """The schema of a row, and where its values are in (host, reading). One `Schema` object per set of names, so that
@@ -272,29 +285,67 @@ class Scribe:
         """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""
         known = self.latest.get(anomaly.id)
         if known is not None:
-            anomaly = anomaly.updated(capsule=known.capsule, hypotheses=known.hypotheses)
+            ours = tuple(note for note in self._notes.get(anomaly.id, ()) if note not in anomaly.notes)
+            anomaly = anomaly.updated(
+                capsule=known.capsule, hypotheses=known.hypotheses, ranks=known.ranks, notes=(*anomaly.notes, *ours)
+            )
+            if self._sealer is not None:
+                self._sealer.update(anomaly)
         elif self._sealer is not None:
-            anomaly = self._sealer.consider(anomaly)
+            found, anomaly = anomaly, self._sealer.consider(anomaly)
+            self._notes[anomaly.id] = anomaly.notes[len(found.notes) :]
             if anomaly.capsule is not None:  # of the step under way, or the next: this one's gradients are gone
-                self._instruments.ask_histograms()
+                self.ask_histograms(anomaly.step if self._world > 1 else None)
         self.latest[anomaly.id] = anomaly
         self._rows.append(anomaly)
         if known is None:
             self._fresh.append(anomaly)
 
-    def _finish_watch(self) -> None:
+    def _finish_watch(self, seconds: float) -> None:
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.finish():
                     self._tell(anomaly)
+        if self._sealer is not None:
+            with self._sealing:
+                for anomaly in self._sealer.part(seconds):
+                    self._tell_of_others(anomaly)
 
-    # sealer's thread
+    def _listen(self) -> None:
+        """What other ranks detected."""
+        if self._sealer is not None and self._sealing.alive:
+            with self._sealing:
+                for anomaly in self._sealer.heard():
+                    self._tell_of_others(anomaly)
 
-    def _sealed(self, anomaly: Anomaly, error: str | None) -> None:
+    def _tell_of_others(self, anomaly: Anomaly) -> None:
+        """An anomaly that another rank detected: news, unless this rank has seen the same."""
+        same = None if self._sealer is None else self._sealer.seen_here(anomaly)
+        known = None if same is None else self.latest.get(same)
+        if known is None:
+            self._tell(anomaly)
+        elif not set(anomaly.ranks) <= set(known.ranks):
+            self.latest[known.id] = known.updated(ranks=tuple(sorted({*known.ranks, *anomaly.ranks})))
+            self._rows.append(self.latest[known.id])
+
+    # what the sealer tells: `sealed` on its own thread, the rest on the scribe's
+
+    def sealed(self, anomaly: Anomaly, error: str | None) -> None:
         if error is not None:
             logger.warning("trackbridge: the capsule of step %d could not be sealed: %s", anomaly.step, error)
             return
         self.submit(Ask(lambda: self._deliver(anomaly)))
+
+    def gave_up(self, path: str, anomaly: Anomaly, why: str) -> None:
+        """Every anomaly of the capsule at `path` says that it has none any more."""
+        for each in [a for a in self.latest.values() if a.capsule == path] or [anomaly]:
+            self._notes[each.id] = (*self._notes.get(each.id, ()), why)
+            self.latest[each.id] = each.updated(capsule=None, notes=(*each.notes, why))
+            self._rows.append(self.latest[each.id])
+
+    def ask_histograms(self, detected: int | None) -> None:
+        """Of the next update; of the same one on all ranks when told the step of the detection."""
+        self._instruments.ask_histograms(None if detected is None else detected + HISTOGRAMS_AFTER)
 
     # scribe thread again
 
@@ -303,7 +354,9 @@ class Scribe:
         from trackbridge.seal import artifact_for, hypotheses_in
 
         latest = self.latest.get(anomaly.id, anomaly)
-        capsule = self._directory.path / (latest.capsule or "")
+        if latest.capsule is None or (self._sealer is not None and not self._sealer.settle(latest)):
+            return
+        capsule = self._directory.path / latest.capsule
         latest = latest.updated(hypotheses=hypotheses_in(capsule))
         self.latest[latest.id] = latest
         self._rows.append(latest)

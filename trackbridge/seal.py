@@ -20,7 +20,7 @@ from typing import Any
 
 from trackbridge import capsule as capsules
 from trackbridge import capsule_parts as parts
-from trackbridge import coverage, history, untrusted
+from trackbridge import attendance, coverage, history, untrusted
 from trackbridge.capsule import LocalFiles, SpikeCapsule
 from trackbridge.config import ParametersConfig, RecorderConfig
 from trackbridge.coverage import RankRecord, Window
@@ -31,11 +31,17 @@ from trackbridge.rundir import RunDirectory, RunFile
 
 KIND = "spike-capsule"
 HISTOGRAMS_BEFORE = 4
-SETTINGS = ("parameters", "activations", "recorder")
+WAIT_SECONDS = 60.0
+SETTINGS = ("parameters", "activations", "recorder", "detection")
+HISTORY = 256
+"""Steps before the window whose run-level series travel along: what a detector must have seen to judge the window again."""
 
 
-def seal(run_dir: str | Path, anomaly_id: str) -> Path:
+def seal(run_dir: str | Path, anomaly_id: str, *, wait: float = 0.0) -> Path:
     """The path of the sealed capsule of `anomaly_id` in the run directory; made now unless it exists.
+
+    Other ranks that share this disk get up to `wait` seconds to write their part. A capsule that lacks ranks whose folders
+    are here now (copied from other machines) is made again with them.
 
     Raises `ReferenceNotFoundError` if there is no such run or anomaly, `CapsuleError` if nothing of its window is left.
     """
@@ -47,9 +53,13 @@ def seal(run_dir: str | Path, anomaly_id: str) -> Path:
         raise CapsuleError(
             f"anomaly {anomaly_id!r} names the capsule {anomaly.capsule!r}, which is not in {directory.capsules}"
         )
-    if destination.exists():
+    old = destination.exists()
+    if old and not _more_ranks(directory, destination):
         return destination
     recorder = RecorderConfig.model_validate(file.settings.get("recorder", {}))
+    world = coverage.world_size(file, anomaly.attempt)
+    if world > 1 and wait:
+        attendance.wait_for(directory, destination.name, anomaly.attempt, anomaly.step + recorder.after, wait)
     window, records = coverage.gather(directory, anomaly, recorder)
     anomaly = anomaly.updated(capsule=destination.relative_to(directory.path).as_posix())
     anomaly = _diagnosed(directory, anomaly)
@@ -57,6 +67,8 @@ def seal(run_dir: str | Path, anomaly_id: str) -> Path:
 
     def fill(folder: Path) -> None:
         _fill(folder, window, records, upload=recorder.upload_batches)
+        steps = range(max(window.first - HISTORY, 0), window.first)
+        parts.write_history(folder, coverage.earlier_rows(directory, records[0].rank, anomaly.attempt, steps))
         _histograms(folder, directory, file, window, records)
         _pages(folder, manifest)
 
@@ -65,11 +77,17 @@ def seal(run_dir: str | Path, anomaly_id: str) -> Path:
             parts.write_tensors(folder / f"rank-{record.rank:04d}", list(record.contexts.values()))
 
     try:
-        return capsules.write(destination, manifest, fill, fill_local)
+        return capsules.write(destination, manifest, fill, fill_local, replace=old)
     except CapsuleError:
         if destination.exists():  # the trainer's child and the shipper may both have tried
             return destination
         raise
+
+
+def _more_ranks(directory: RunDirectory, destination: Path) -> bool:
+    """Whether ranks are here now that the capsule lacks."""
+    there = capsules.parse_manifest(untrusted.read_json(destination / capsules.MANIFEST))
+    return len(there.ranks) < there.world_size and bool(set(directory.ranks()) - set(there.ranks))
 
 
 def artifact_for(run_dir: str | Path, anomaly: Anomaly, capsule_path: Path) -> Artifact:
@@ -119,12 +137,12 @@ def _manifest(
     window: Window,
     records: Sequence[RankRecord],
 ) -> SpikeCapsule:
-    world = next((life.world_size for life in file.attempts if life.number == anomaly.attempt), len(records))
+    world = coverage.world_size(file, anomaly.attempt)
     missing = list(coverage.lacking(records, window, world))
     local = None
     kept = any(micro.tensors is not None for record in records for c in record.contexts.values() for micro in c.micro)
     if kept and not recorder.upload_batches:
-        local = LocalFiles(tier=coverage.tier(records, window, tensors=True), files={}, missing=missing)
+        local = LocalFiles(tier=coverage.tier(records, window, world, tensors=True), files={}, missing=missing)
         beside = f"{Path(anomaly.capsule or '').name}{capsules.LOCAL}"
         stay = (
             f"raw batches: they stay on the recording machine, in {beside} (recorder.upload_batches is off); a replay needs "
@@ -132,7 +150,7 @@ def _manifest(
         )
         missing = [stay, *missing]
     return SpikeCapsule(
-        tier=coverage.tier(records, window, tensors=recorder.upload_batches),
+        tier=coverage.tier(records, window, world, tensors=recorder.upload_batches),
         project=file.project,
         run=file.run_id,
         name=file.name,
@@ -220,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     failed = 0
     for anomaly_id in arguments[1:]:
         try:
-            print(anomaly_id, seal(arguments[0], anomaly_id), sep="\t", flush=True)
+            print(anomaly_id, seal(arguments[0], anomaly_id, wait=WAIT_SECONDS), sep="\t", flush=True)
         except (TrackbridgeError, OSError) as error:
             failed = 1
             print(f"{anomaly_id}: {error}", file=sys.stderr, flush=True)

@@ -1,35 +1,77 @@
-"""Gets spike capsules made, beside training: pins the snapshot at once, has a child process seal when the window is full.
+"""Gets spike capsules made, beside training: pins what they need at once, has a child process seal when the window is full.
 
 Sealing imports pyarrow and pandas, writes parquet and hashes: in this process that would hold the GIL for a third of a
 second. So it runs as ``python -m trackbridge.seal`` and reads only the run directory.
+
+Among ranks the leader decides and seals (`Sealer`); the others report to it and keep what it asks for (`Follower`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
+from pydantic import TypeAdapter
+
+from trackbridge import ranks
+from trackbridge.allowance import Allowance, Kept
 from trackbridge.config import RecorderConfig
 from trackbridge.journal import JournalWriter
+from trackbridge.notices import Notices, private
+from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder
-from trackbridge.records import Anomaly
-from trackbridge.rundir import RunDirectory
+from trackbridge.records import Anomaly, RunInfo
+from trackbridge.rundir import RunDirectory, dumps
 
 logger = logging.getLogger("trackbridge")
 
 SEALED_KINDS = ("spike", "nonfinite", "divergence", "shift")
 """Anomalies that get a capsule. Slow ones (drift, plateau) have no step that a replay could explain."""
 
-
 SEAL_SECONDS = 600.0
+PARTING_SECONDS = 10.0
+"""How long a rank that finishes waits for the others, so that the last anomaly is kept on all of them."""
+_LOOK = 0.02
+
+
+class Sealing(Protocol):
+    """What the scribe asks, always on its own thread but for `finish`."""
+
+    def consider(self, anomaly: Anomaly) -> Anomaly:
+        """A new anomaly, with the capsule it will be in, if it gets one."""
+
+    def update(self, anomaly: Anomaly) -> None:
+        """A newer version of one that was considered."""
+
+    def advance(self, step: int) -> None:
+        """`step` is in the journal."""
+
+    def heard(self) -> list[Anomaly]:
+        """What other ranks detected since the last call, and this one did not."""
+
+    def part(self, seconds: float) -> list[Anomaly]:
+        """This rank detects nothing more. Waits for the others, bounded; returns what they still detected."""
+
+    def seen_here(self, anomaly: Anomaly) -> str | None:
+        """The id of the anomaly whose capsule under way holds the step of another rank's `anomaly` too."""
+
+    def settle(self, anomaly: Anomaly) -> bool:
+        """The capsule of `anomaly` is sealed. False if the budget of bytes does not hold it."""
+
+    @property
+    def given_up(self) -> int:
+        """Anomalies whose capsule was not made or not kept, for the sake of more severe ones."""
+
+    def finish(self, timeout: float) -> bool:
+        """Everything under way is done, else False after `timeout` seconds."""
 
 
 @dataclass(slots=True)
@@ -37,89 +79,152 @@ class _Capsule:
     """One capsule under way. `first` is the first step it must hold."""
 
     anomaly: Anomaly
-    path: str
     first: int
     last: int
+    kept: Kept
     asked: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def open(self) -> bool:
+        return not self.asked and not self.kept.given_up
+
 
 class Sealer:
-    """Used by the scribe's thread; its own worker thread waits for disk and child processes.
-
-    `sealed(anomaly, error)` is called on the worker thread when a capsule is ready (`error` None) or could not be made.
-    """
+    """The leader's. `sealed(anomaly, error)` is called on the worker thread when a capsule is ready (`error` None) or could
+    not be made; `gave_up(path, anomaly, why)` on the scribe's thread when one gives way to a more severe anomaly."""
 
     def __init__(
         self,
         directory: RunDirectory,
         config: RecorderConfig,
-        recorder: Recorder,
-        contexts: JournalWriter,
+        pins: Pins,
         sealed: Callable[[Anomaly, str | None], None],
+        gave_up: Callable[[str, Anomaly, str], None],
+        notices: Notices | None = None,
     ) -> None:
         self._directory = directory
         self._config = config
-        self._recorder = recorder
-        self._contexts = contexts
+        self._pins = pins
         self._sealed = sealed
+        self._notices = notices
+        self._allowance = Allowance(directory, config, gave_up)
         self._capsules: list[_Capsule] = []
         self._waiting: deque[_Capsule] = deque()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
         self._child: subprocess.Popen[str] | None = None
         self._giving_up = False
 
     def consider(self, anomaly: Anomaly) -> Anomaly:
-        """The anomaly with the capsule it will be in, if it gets one. A neighbour of an open capsule shares it."""
+        """A neighbour of an open capsule shares it. With the budget full the least severe capsule gives way, or the anomaly
+        gets none, and a note says so."""
         if anomaly.kind not in SEALED_KINDS or anomaly.capsule is not None:
             return anomaly
-        for capsule in self._capsules:
-            if not capsule.asked and capsule.first <= anomaly.step <= capsule.last:
-                return anomaly.updated(capsule=capsule.path)
-        if len(self._capsules) >= self._config.max_capsules:
-            return anomaly
-        path = plain = f"capsules/spike-{anomaly.step}"
-        again = 1
-        while any(c.path == path for c in self._capsules) or (self._directory.path / path).exists():
-            again += 1  # a resumed attempt, or a loop that rolled back, saw the step before
-            path = f"{plain}-{again}"
-        first = max(anomaly.onset - self._config.before, 0)
-        anomaly = anomaly.updated(capsule=path)
-        self._capsules.append(_Capsule(anomaly, path, first, anomaly.step + self._config.after))
-        self._contexts.hold(self._hold(first))
-        self._run(lambda: self._pin(first, anomaly.onset))
+        shared = self._covering(anomaly)
+        if shared is not None:
+            shared.kept.severity = max(shared.kept.severity, anomaly.severity)
+            return anomaly.updated(capsule=shared.kept.path)
+        refused = self._allowance.make_room(anomaly, self._remove)
+        if refused is not None:
+            return anomaly.updated(notes=(*anomaly.notes, refused))
+        anomaly = anomaly.updated(capsule=self._place(anomaly.step))
+        kept = self._allowance.add(anomaly)
+        first, last = max(anomaly.onset - self._config.before, 0), anomaly.step + self._config.after
+        self._capsules.append(_Capsule(anomaly, first, last, kept))
+        self._pins.pin(kept.name, first, anomaly.onset, last)
+        if self._notices is not None:
+            self._notices.tell({"pin": kept.name, "first": first, "onset": anomaly.onset, "last": last, "step": anomaly.step})
         return anomaly
+
+    def update(self, anomaly: Anomaly) -> None:
+        for capsule in self._capsules:
+            if capsule.kept.path == anomaly.capsule:
+                capsule.kept.severity = max(capsule.kept.severity, anomaly.severity)
+
+    def _covering(self, anomaly: Anomaly) -> _Capsule | None:
+        """The open capsule in whose window `anomaly` is."""
+        return next((c for c in self._capsules if c.open and c.first <= anomaly.step <= c.last), None)
+
+    def seen_here(self, anomaly: Anomaly) -> str | None:
+        shared = self._covering(anomaly)
+        return None if shared is None else shared.anomaly.id
 
     def advance(self, step: int) -> None:
         """Seal what is due: the step has passed the end of its window."""
         for capsule in self._capsules:
-            if not capsule.asked and step >= capsule.last:
+            if capsule.open and step >= capsule.last:
                 self._ask(capsule)
+
+    def heard(self) -> list[Anomaly]:
+        return [] if self._notices is None else self._reports(self._notices, now=False)[0]
+
+    def part(self, seconds: float) -> list[Anomaly]:
+        """What the other ranks detected in their last steps; then they are told that nothing more will be asked of them."""
+        if self._notices is None:
+            return []
+        deadline = time.monotonic() + min(seconds, PARTING_SECONDS)
+        found: list[Anomaly] = []
+        parted = 0
+        while parted < self._notices.others:
+            more, drained = self._reports(self._notices, now=True)
+            found += more
+            parted += drained
+            if time.monotonic() >= deadline:
+                logger.warning("trackbridge: %d other ranks have not finished", self._notices.others - parted)
+                break
+            if parted < self._notices.others:
+                time.sleep(_LOOK)
+        return found
 
     def finish(self, timeout: float) -> bool:
         """Seal everything now. Returns False if not all was done within `timeout` seconds; `trackbridge sync` does the rest."""
         deadline = time.monotonic() + timeout
+        if self._notices is not None:
+            self._notices.tell({"last": True})
         for capsule in self._capsules:
-            if not capsule.asked:
+            if capsule.open:
                 self._ask(capsule)
-        done = all(capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in self._capsules)
+        asked = [capsule for capsule in self._capsules if capsule.asked]
+        done = all(capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in asked)
         self._giving_up = True
         if not done and self._child is not None:
             self._child.kill()
         return done
 
+    def settle(self, anomaly: Anomaly) -> bool:
+        """Gives up what the budget of bytes does not hold."""
+        return self._allowance.settle(anomaly.capsule, self._remove)
+
+    @property
+    def given_up(self) -> int:
+        return self._allowance.given_up
+
+    def _place(self, step: int) -> str:
+        path = plain = f"capsules/spike-{step}"
+        again = 1
+        while any(c.kept.path == path for c in self._capsules) or (self._directory.path / path).exists():
+            again += 1  # a resumed attempt, or a loop that rolled back, saw the step before
+            path = f"{plain}-{again}"
+        return path
+
+    def _reports(self, notices: Notices, *, now: bool) -> tuple[list[Anomaly], int]:
+        """(what other ranks detected, how many of them have nothing more to report)."""
+        found, drained = [], 0
+        for message in notices.heard(now=now):
+            if "anomaly" in message:
+                found.append(_foreign(message["anomaly"], int(message["rank"])))
+            drained += "drained" in message
+        return found, drained
+
     def _ask(self, capsule: _Capsule) -> None:
         capsule.asked = True
-        self._contexts.sync()
+        self._pins.sync()
         self._waiting.append(capsule)
-        self._run(self._seal)
+        self._pins.run(self._seal)
 
-    def _pin(self, first: int, onset: int) -> None:
-        """A snapshot from before the window, else one up to the onset: frequent snapshots do not reach back far."""
-        why_not = self._recorder.pin(first)
-        if why_not and self._recorder.pin(onset) is not None:
-            logger.info("trackbridge: no snapshot kept for the capsule: %s", why_not)
+    def _remove(self, kept: Kept) -> None:
+        self._pins.release(kept.name)
+        idle = all(capsule.done.is_set() or not capsule.open for capsule in self._capsules)
+        self._pins.run(lambda: self._allowance.remove(kept, self._directory, snapshots=idle))
 
     def _seal(self) -> None:
         """Seal everything that waits, in one child: its imports cost more than its work."""
@@ -140,7 +245,8 @@ class Sealer:
             complaints = str(error)
         finally:
             for name, capsule in capsules.items():
-                self._contexts.release(self._hold(capsule.first))
+                self._pins.release(capsule.kept.name)
+                self._allowance.weigh(capsule.kept, self._directory)
                 self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
                 capsule.done.set()
 
@@ -158,23 +264,93 @@ class Sealer:
         finally:
             self._child = None
 
-    def _hold(self, first: int) -> int:
-        """The oldest step whose context a capsule that starts at `first` may need: its snapshot is older still."""
-        return max(first - self._config.snapshot_every, 0)
 
-    def _run(self, job: Callable[[], None]) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="trackbridge-sealer", daemon=True)
-            self._worker.start()
-        self._jobs.put(job)
+class Follower:
+    """Any other rank's. `asked(step)` is called on the scribe's thread when the leader found an anomaly, detected at `step`."""
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except Exception:
-                logger.exception("trackbridge: a capsule could not be made; training goes on")
+    def __init__(self, directory: RunDirectory, pins: Pins, notices: Notices, asked: Callable[[int], None]) -> None:
+        self._directory = directory
+        self._pins = pins
+        self._notices = notices
+        self._asked = asked
+        self._last = False
+
+    def consider(self, anomaly: Anomaly) -> Anomaly:
+        """Report it; the leader, which may have seen it too, decides."""
+        if anomaly.kind in SEALED_KINDS:
+            self._notices.tell({"rank": self._notices.rank, "anomaly": dumps(asdict(anomaly))})
+        return anomaly
+
+    def update(self, anomaly: Anomaly) -> None:
+        pass
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def heard(self) -> list[Anomaly]:
+        self._listen(now=False)
+        return []
+
+    def part(self, seconds: float) -> list[Anomaly]:
+        """Keep what the leader still asks for, until it says that this was all."""
+        deadline = time.monotonic() + min(seconds, PARTING_SECONDS)
+        self._notices.tell({"rank": self._notices.rank, "drained": True})
+        self._listen(now=True)
+        while not self._last and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+            self._listen(now=True)
+        return []
+
+    def finish(self, timeout: float) -> bool:
+        return self._pins.wait(timeout)
+
+    def seen_here(self, anomaly: Anomaly) -> str | None:
+        return None
+
+    def settle(self, anomaly: Anomaly) -> bool:
+        return True
+
+    @property
+    def given_up(self) -> int:
+        return 0  # the leader counts
+
+    def _listen(self, *, now: bool) -> None:
+        for message in self._notices.heard(now=now):
+            if "pin" in message:
+                self._pins.pin(message["pin"], message["first"], message["onset"], message["last"])
+                self._asked(message["step"])
+                self._pins.sync()
+            self._last = self._last or "last" in message
+        for name in self._pins.held():  # on a disk that is the leader's too
+            if (self._directory.capsules / name).exists():
+                self._pins.release(name)
+
+
+class Telling(Protocol):
+    """What a sealer tells the scribe."""
+
+    def sealed(self, anomaly: Anomaly, error: str | None) -> None: ...
+    def gave_up(self, path: str, anomaly: Anomaly, why: str) -> None: ...
+    def ask_histograms(self, detected: int | None) -> None: ...
+
+
+def sealing(
+    to: Telling, directory: RunDirectory, run: RunInfo, config: RecorderConfig, recorder: Recorder, contexts: JournalWriter
+) -> Sealing:
+    """The sealer of this rank."""
+    pins = Pins(directory, run.rank, recorder, contexts, config.snapshot_every)
+    notices = None
+    if run.world_size > 1 and (store := ranks.store()) is not None:
+        notices = Notices(private(store), f"{run.run_id}/{run.attempt}", run.rank, run.world_size)
+    if run.rank and notices is not None:
+        return Follower(directory, pins, notices, to.ask_histograms)
+    return Sealer(directory, config, pins, to.sealed, to.gave_up, notices)
+
+
+def _foreign(text: str, rank: int) -> Anomaly:
+    """The anomaly that another rank reported, as one of ours."""
+    anomaly = TypeAdapter(Anomaly).validate_json(text)
+    return anomaly.updated(id=f"{anomaly.id}-rank-{rank}", ranks=(rank,), notes=(*anomaly.notes, f"detected on rank {rank}"))
 
 
 def _why(name: str, complaints: str) -> str:

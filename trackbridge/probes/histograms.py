@@ -58,20 +58,23 @@ class HistogramProbe:
         self._gate = gate
         self._copies = copies
         self._suffix = ["" if copy == world_size() else names.LOCAL for copy in copies.tolist()]
-        self._asked = False  # by another thread
+        self._asked: int | None = None  # a step, -1 for any; by another thread
         self._measuring = False
         self._found: list[tuple[str, list[int], Tensor]] = []
         self._refused = False
 
-    def ask(self) -> None:
-        """Measure at the next update, whatever the cadence. From any thread; nothing happens where histograms are off."""
-        self._asked = self._every > 0
+    def ask(self, step: int | None = None) -> None:
+        """Measure at `step`, or at the next update, whatever the cadence. From any thread. A step that is over is not waited
+        for, and nothing happens where histograms are off."""
+        self._asked = None if not self._every else -1 if step is None else step
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
-        asked = self._asked and not self._gate.paused
+        asked = self._asked in (-1, self._gate.step) and self._asked is not None and not self._gate.paused
         if not (self._gate.due(self._every) or asked or self._measuring) or hostcopy.capturing():
             return
-        self._measuring, self._asked = True, False
+        self._measuring = True
+        if asked:
+            self._asked = None
         if not closure:
             self._gradients(optimizer)
 

@@ -118,11 +118,11 @@ class Instruments:
         self._live().activations.gate()
         return slot
 
-    def ask_histograms(self) -> None:
-        """Histograms at the next update, whatever their cadence. From any thread."""
+    def ask_histograms(self, step: int | None = None) -> None:
+        """Histograms of `step`, of the next update when None, whatever their cadence. From any thread."""
         session = self._session
         if session is not None:
-            session.histograms.ask()
+            session.histograms.ask(step)
 
     def finalize(self, slot: Slot) -> tuple[FloatArray, BoolArray]:
         """Wait for the copy (without the GIL) and return values, float64, and presence, both (len(series),). Frees the slot."""

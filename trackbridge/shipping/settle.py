@@ -17,6 +17,7 @@ from trackbridge.shipping.cursor import first_free_seq
 logger = logging.getLogger("trackbridge")
 
 _SEGMENT_BYTES = 1 << 20
+WAIT_SECONDS = 15.0  # other ranks may outlive the leader by a moment
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _seal(directory: RunDirectory, anomaly: Anomaly) -> Artifact | None:
     from trackbridge.seal import artifact_for, seal
 
     try:
-        path: Path = seal(directory.path, anomaly.id)
+        path: Path = seal(directory.path, anomaly.id, wait=WAIT_SECONDS)
         return artifact_for(directory.path, anomaly, path)
     except (TrackbridgeError, OSError) as error:
         logger.warning("the capsule of step %d could not be sealed: %s", anomaly.step, error)
