@@ -53,6 +53,16 @@ def test_every_tracker_has_every_loss_and_the_capsule(told: Any) -> None:
         assert len(answer["capsules"]) == 1 and answer["look"]
 
 
+def test_no_chart_is_empty_without_a_reason(told: Any) -> None:
+    from tests.reports.specs import without_series
+    from trackbridge.backends import wandb_file
+
+    directory = told["folder"] / told["directory"]
+    sent = {key for row in wandb_file.load(directory / "wandb").history for key in row}
+    assert without_series({*sent, *trackbridge.load(directory).names}) == []
+    assert "train/loss" in without_series(sent - {"train/loss"}), "it can fail"
+
+
 def test_the_verdict_is_exact_on_the_capsule_from_mlflow(told: Any) -> None:
     assert told["replay"]["verdict"] == "exact"
     assert Path(told["capsule"]).is_relative_to((told["folder"] / "demo-run" / "pulled").resolve())

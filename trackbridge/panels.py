@@ -179,6 +179,7 @@ CONDITIONAL: Mapping[str, str] = {
     "train/sample_loss_max": "run.micro(sample_loss=...)",
     "train/loss_scale": "a GradScaler",
     LR_GROUPS: "several parameter groups",
+    "perf/paused_s/<what>": "run.pause",
     "perf/samples_per_s": "samples given to run.step or run.micro",
     "perf/mfu": "a device whose peak is known",
     "perf/hfu": "a device whose peak is known",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import dashboards
-from trackbridge.panels import TEMPLATES
+from trackbridge.panels import CONDITIONAL, PANELS, TEMPLATES, Panel
 from trackbridge.reports import wandb_report, wandb_workspace
 from trackbridge.reports.wandb_report import Subject
 from trackbridge.testing import anomaly
@@ -57,6 +57,12 @@ def charts(found: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(found, list):
         for value in found:
             yield from charts(value)
+
+
+def without_series(present: Collection[str]) -> list[str]:
+    """The series of panels that a run with the series `present` lacks although no reason is given for that."""
+    series = {each for panel in PANELS for each in panel.series if each not in CONDITIONAL}
+    return [each for each in sorted(series) if not Panel("x", "story", "x", (each,)).members(present)]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -17,7 +16,7 @@ from tests.reports.specs import charts
 from tests.wandb_server import Status, WandbServer
 from trackbridge import load
 from trackbridge.cli import app
-from trackbridge.panels import PANELS, TEMPLATES
+from trackbridge.panels import TEMPLATES
 from trackbridge.reports import wandb_report, wandb_workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
@@ -127,12 +126,6 @@ def test_a_run_on_this_disk_knows_where_it_is_in_wandb(server: WandbServer, reco
     assert told["template"] == "spike-forensics" and told["created"] is False, "the same report by another reference"
 
 
-def test_every_template_has_its_own(server: WandbServer, ref: str, tmp_path: Path) -> None:
-    for name in TEMPLATES:
-        said(ref, "--template", name, "--dir", tmp_path)
-    assert len(server.views.all) == len(TEMPLATES)
-
-
 def test_a_dry_run_contacts_nobody(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
     before = server.operations.copy()
     for given in (recorded, f"{recorded}@{replays.BAD}", ref, f"{ref}@7"):
@@ -205,24 +198,3 @@ def test_the_post_mortem(server: WandbServer, recorded: Path, ref: str, tmp_path
     assert said(f"{recorded}@{newest.step}", "--post-mortem") == text
     assert said(recorded / str(newest.capsule), "--post-mortem") == text
     assert said(f"{ref}@{newest.step}", "--post-mortem") == text, "out of the tracker"
-
-
-def test_the_demo_run_has_what_panels_promise(recorded: Path) -> None:
-    """Here with the small training; the same on the demo's own run in `tests/test_demo_quick.py`."""
-    assert panels_without_series(recorded) == []
-
-
-def panels_without_series(run_dir: Path) -> list[str]:
-    """The panels of which the run has nothing although every series of theirs should be there."""
-    from trackbridge.panels import CONDITIONAL
-    from trackbridge.reports import subject
-
-    record = load(run_dir)
-    present: set[str] = subject.sent(record, None) | subject.sent(record, record.anomalies[0]) | set(record.names)
-    lacking: list[Any] = []
-    for panel in PANELS:
-        for series in panel.series:
-            alone = type(panel)(panel.id, panel.section, panel.title, (series,))
-            if series not in CONDITIONAL and not alone.members(present):
-                lacking.append(f"{panel.id}: {series}")
-    return lacking

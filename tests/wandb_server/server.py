@@ -161,7 +161,9 @@ class WandbServer:
                            "cliVersionInfo": {"max_cli_version": "99.0.0"}},
             "entity": lambda name=None: self._entity(name or self.entity),
             "organization": lambda **_: {"featureFlags": []},
-            "project": lambda name, entityName=None: self.project(entityName, name),
+            "project": lambda name, entityName=None: (
+                self.project(entityName, name) if name in self._projects(entityName or self.entity) else None
+            ),
             "model": lambda name, entityName=None: self.project(entityName, name),
             "models": lambda entityName, first=None, after=None: self._entity(entityName)["projects"](first, after),
             "artifact": lambda id: artifacts.by_id(id),
