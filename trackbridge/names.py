@@ -95,6 +95,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("layers/act_rms_max", "", "largest activation RMS of any module", "max over act/*/rms"),
     Metric("layers/kurtosis_max", "", "largest activation kurtosis of any module", "max over act/*/kurtosis"),
     Metric("layers/act_nonfinite", "elements", "NaN or Inf activations over all modules", "sum"),
+    Metric("data/repeated", "steps", "how many steps ago this very batch was used, told only where that is a fault"),
     Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
     Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf"),

@@ -77,6 +77,13 @@ class Episode:
             series=series, value=value, expected=expected, score=score, severity=severity(self.anomaly.kind, score)
         )
 
+    def become(self, kind: str, series: str, value: float, expected: float, score: float) -> None:
+        """A fault that was told by its own name now shows in `series`: the same event, told by its effect."""
+        grade = max(self.anomaly.severity, severity(kind, score))
+        self.anomaly = self.anomaly.updated(
+            kind=kind, series=series, value=value, expected=expected, score=score, severity=grade, recovered_after=None
+        )
+
     def state(self) -> dict[str, Any]:
         """JSON-able. Non-finite numbers are written as strings."""
         plain = asdict(self)

@@ -13,13 +13,16 @@ from trackbridge.detectors import nonfinite
 from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, IntArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
+from trackbridge.detectors.monitors import Look, Sign, monitors
 from trackbridge.detectors.periodic import Periods
 from trackbridge.detectors.units import is_global_gradient, is_loss
-from trackbridge.records import Anomaly, Row, Schema
+from trackbridge.records import Anomaly, Row, Schema, StepContext
 
 _WIDE = ("/grad_norm", "/kurtosis", "/update_ratio")
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
 _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
+_CAUSE = 50  # steps after a fault by name in which an excursion is its effect
+_LATE = 10  # steps after an excursion's detection in which its cause may still be seen: weights are measured every ten
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
@@ -40,12 +43,14 @@ class _Plan:
     skipped: int  # place of optim/skipped, or -1
     clipping: tuple[int, int]  # places of grad/norm and grad/norm_clipped, or -1
     layers: IntArray  # columns in the detector of the per-layer gradient norms
+    places: dict[str, int]
 
 
 class Watch:
     """Detection over the rows of one run. `update` is called with every step row in order.
 
-    At most three episodes are open at a time: a non-finite one, an excursion (spike, shift, divergence) and a drift."""
+    At most one episode of each sort is open at a time: a non-finite one, an excursion (spike, shift, divergence), a drift, and
+    one per monitor. An excursion that follows a monitor's fault is the same event."""
 
     def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
         self.settings = settings or DetectionConfig()
@@ -58,6 +63,8 @@ class Watch:
         self._skipped = -1.0
         self._told_skips: set[int] = set()
         self._resumed = -1
+        self._monitors = {monitor.NAME: monitor for monitor in monitors(self.settings)}
+        self._latest: Episode | None = None  # the latest excursion that is over: its cause may be seen only now
         self._ids: set[str] = set()  # outlives `load_state_dict`: a loop that rolls back may see a step twice
         self._columns()
 
@@ -72,13 +79,14 @@ class Watch:
         elif event in _REGIME:
             self.detector.relearn()
 
-    def update(self, row: Row) -> list[Anomaly]:
-        """New anomalies of this row, and newer versions (same `id`) of open ones."""
+    def update(self, row: Row, context: StepContext | None = None) -> list[Anomaly]:
+        """New anomalies of this row, and newer versions (same `id`) of open ones. `context` is the step's, where known."""
         if row.kind != "step" or not self.settings.enabled:
             return []
         plan = self._plans.get(id(row.schema)) or self._plan(row.schema)
         skip = self._amp_skip(row, plan)
-        out = self._nonfinite(row, plan, skip)
+        out = self._signs(Look(row, plan.places, context, self._recent(row.step)))
+        out += self._nonfinite(row, plan, skip)
         self._present[:] = False
         if not skip:
             self._values[plan.positions] = row.values[plan.columns]
@@ -115,6 +123,7 @@ class Watch:
             place.get("optim/skipped", -1),
             (place.get("grad/norm", -1), place.get("grad/norm_clipped", -1)),
             np.array([where[schema.names[i]] for i in columns if schema.names[i].endswith("/grad_norm")], np.int64),
+            place,
         )
         self._plans[id(schema)] = plan
         return plan
@@ -169,6 +178,54 @@ class Watch:
         series = self.detector.series
         return self.detector.expected(series.index(name)) if name in series else 0.0
 
+    # -- faults by name --------------------------------------------------------------------------------------------
+
+    def _signs(self, look: Look) -> list[Anomaly]:
+        """What the monitors say of this row: new events, ends of such, and notes on the excursion that a fault explains."""
+        out = []
+        for name, monitor in self._monitors.items():
+            sign = monitor.update(look)
+            if (event := monitor.regime()) is not None:
+                self.note(event, look.step)
+            episode = self._open.get(name)
+            if episode is not None and (end := monitor.over()) is not None:
+                del self._open[name]
+                out.append(episode.refreshed(recovered_after=end - episode.anomaly.onset))
+            if sign is not None:
+                out += self._sign(name, sign, look.row)
+        return out
+
+    def _sign(self, name: str, sign: Sign, row: Row) -> list[Anomaly]:
+        effect = self._effect(sign) if self._monitors[name].CAUSAL else None
+        if effect is not None:
+            effect.join([(sign.series, sign.onset, 0)])
+            return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
+        self._open.pop(name, None)  # the same again: an event of its own
+        anomaly = Anomaly(
+            id=self._name_it(row, sign.kind), kind=sign.kind, step=row.step, onset=sign.onset, severity=sign.severity,
+            series=sign.series, value=sign.value, expected=sign.expected, score=sign.score, attempt=row.attempt, time=row.time,
+            notes=(*self._notes(row.step), sign.note),
+        )  # fmt: skip
+        episode = Episode(anomaly)
+        episode.join([(sign.series, sign.onset, 0)])
+        self._open[name] = episode
+        return [episode.refreshed()]
+
+    def _effect(self, sign: Sign) -> Episode | None:
+        """The excursion, under way or just over, that a fault seen only now has caused."""
+        for episode in (self._open.get("excursion"), self._latest):
+            if episode is not None and episode.anomaly.onset - _CAUSE <= sign.onset <= episode.anomaly.step + _LATE:
+                return episode
+        return None
+
+    def _cause(self, onset: int) -> Episode | None:
+        """The told fault that an excursion from `onset` is the effect of. It is no longer an event of its own then."""
+        for name, monitor in self._monitors.items():
+            episode = self._open.get(name)
+            if episode is not None and monitor.CAUSAL and onset - _CAUSE <= episode.anomaly.onset <= onset:
+                return self._open.pop(name)
+        return None
+
     # -- excursions and drifts -------------------------------------------------------------------------------------
 
     def _begin(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
@@ -207,12 +264,17 @@ class Watch:
         first = self._periods.beat(v.onset) if key == "excursion" else None
         if first is not None and first in self._groups:
             return self._reopen(self._groups[first])
-        anomaly = Anomaly(
-            id=self._name_it(row, kind), kind=kind, step=row.step, onset=v.onset,
-            severity=severity(kind, v.score), series=self._name(v), value=v.value, expected=v.expected, score=v.score,
-            attempt=row.attempt, time=row.time, notes=self._notes(row.step),
-        )  # fmt: skip
-        episode = self._open[key] = Episode(anomaly)
+        cause = self._cause(v.onset) if key == "excursion" else None
+        if cause is not None:
+            cause.become(kind, self._name(v), v.value, v.expected, v.score)
+            episode = self._open[key] = cause
+        else:
+            anomaly = Anomaly(
+                id=self._name_it(row, kind), kind=kind, step=row.step, onset=v.onset,
+                severity=severity(kind, v.score), series=self._name(v), value=v.value, expected=v.expected, score=v.score,
+                attempt=row.attempt, time=row.time, notes=self._notes(row.step),
+            )  # fmt: skip
+            episode = self._open[key] = Episode(anomaly)
         episode.join(self._precursors(v.onset))
         episode.join((self._name(w), w.onset, w.index) for w in verdicts)
         fresh = episode.refreshed()
@@ -251,6 +313,7 @@ class Watch:
         closing = self._stays(key, episode, index, verdicts)
         if closing is not None:
             del self._open[key]
+            self._latest = episode if key == "excursion" else self._latest
             return [closing]
         began = episode.anomaly.onset
         active = d.drifting() if key == "drift" else (d.run > 0) | (d.drifting() & (d.drift_onset >= began))
@@ -261,6 +324,7 @@ class Watch:
             episode.quiet += 1
             if episode.quiet >= cfg.quiet:
                 del self._open[key]
+                self._latest = episode if key == "excursion" else self._latest
                 return [episode.refreshed(recovered_after=episode.quiet_since - episode.anomaly.onset)]
         if changed or (row.step == episode.anomaly.step + cfg.cascade_steps and len(episode.members) > episode.told):
             return [episode.refreshed()]
@@ -291,8 +355,11 @@ class Watch:
         return self.detector.series[verdict.index]
 
     def _notes(self, step: int) -> tuple[str, ...]:
-        recent = self._resumed >= 0 and step - self._resumed <= self.settings.after_resume
-        return ("after_resume",) if recent else ()
+        return ("after_resume",) if self._recent(step) else ()
+
+    def _recent(self, step: int) -> bool:
+        """The run was resumed shortly before `step`."""
+        return self._resumed >= 0 and step - self._resumed <= self.settings.after_resume
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -308,6 +375,8 @@ class Watch:
             "amp_skips": self.amp_skips,
             "skipped": self._skipped,
             "resumed": self._resumed,
+            "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
+            "latest": self._latest.state() if self._latest is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -316,5 +385,10 @@ class Watch:
         self._periods.load_state_dict(state["periods"])
         self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
+        latest = state.get("latest")
+        self._latest = Episode.restore(latest) if latest else None
+        for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version
+            if name in self._monitors:
+                self._monitors[name].load_state_dict(kept)
         self._plans.clear()
         self._columns()
