@@ -236,11 +236,11 @@ def test_what_a_page_carries_is_what_was_recorded() -> None:
     far = np.append(np.arange(10), [10**7, 2**40])
     series = {"a": (steps, rng.normal(size=300)), "b": (far, np.array([1e300, -1e300, np.inf, *np.ones(9)]))}
     packed = SeriesBlock().pack(series)
-    for name, (given_steps, given) in series.items():
+    for name, (given_steps, numbers) in series.items():
         got_steps, got, bad = unpack(packed, name)
         assert np.array_equal(got_steps, given_steps)
-        assert np.allclose(got[np.isfinite(got)], np.clip(given[np.isfinite(given)], -3.4e38, 3.4e38), rtol=1e-3)
-        assert (len(bad) > 0) == (not np.isfinite(given).all())
+        assert np.allclose(got[np.isfinite(got)], np.clip(numbers[np.isfinite(numbers)], -3.4e38, 3.4e38), rtol=1e-3)
+        assert (len(bad) > 0) == (not np.isfinite(numbers).all())
 
 
 def test_equal_steps_are_carried_once() -> None:
@@ -336,11 +336,20 @@ def hostile() -> PageData:
         kind=EVIL, series=EVIL, first_mover=(EVIL, 1), cascade=((EVIL, 1), (EVIL * 50, 2)), notes=(f"peak {EVIL}",),
         hypotheses=(Hypothesis(EVIL, (EVIL,), (EVIL,), EVIL),), value=float("nan"),
     )  # fmt: skip
+    post_mortem = f"# {EVIL}\n\n[x](javascript:alert(1)) ![y](http://h/z)\n\n<script>alert(4)</script>"
+    layers = Table(EVIL, (EVIL,), [(f"layer/{EVIL}",)], layers=True)
     return made(
-        title=EVIL * 30, where=EVIL, status=EVIL, series={EVIL: (steps, values), f"layer/{EVIL}/{EVIL}": (steps, values)},
-        spikes=(Spike(a, tables=[Table(EVIL, (EVIL,), [(f"layer/{EVIL}",)], layers=True)], post_mortem=f"# {EVIL}\n\n[x](javascript:alert(1)) ![y](http://h/z)\n\n<script>alert(4)</script>", tier=EVIL, missing=[EVIL]),),
-        marked=(a,), actions=[(EVIL, EVIL)], facts={EVIL: EVIL * 1000}, missing=[EVIL], tables=[Table(EVIL, (EVIL,), [(EVIL,)])],
-    )  # fmt: skip
+        title=EVIL * 30,
+        where=EVIL,
+        status=EVIL,
+        series={EVIL: (steps, values), f"layer/{EVIL}/{EVIL}": (steps, values)},
+        spikes=(Spike(a, tables=[layers], post_mortem=post_mortem, tier=EVIL, missing=[EVIL]),),
+        marked=(a,),
+        actions=[(EVIL, EVIL)],
+        facts={EVIL: EVIL * 1000},
+        missing=[EVIL],
+        tables=[Table(EVIL, (EVIL,), [(EVIL,)])],
+    )
 
 
 def test_hostile_text_stays_text() -> None:

@@ -50,7 +50,7 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
         series={name: record.series(name) for name in sorted(record.names, key=is_wide)},
         spikes=spikes,
         marked=found[INSPECTED:],
-        actions=actions(record, subject, sealed.get(subject.id) if subject else None),
+        actions=actions(record, subject, sealed.get(subject.id) if subject else None, live=live is not None),
         histograms=record.histograms(),
         ranks=tables,
         rank_curves=curves,
@@ -75,19 +75,21 @@ def _inspected(anomaly: Anomaly, capsule: SpikeCapsule | None) -> Spike:
     return spike.inspected(capsule, anomaly) if capsule else Spike(anomaly)
 
 
-def actions(record: RunRecord, subject: Anomaly | None, capsule: SpikeCapsule | None) -> list[tuple[str, str]]:
+def actions(
+    record: RunRecord, subject: Anomaly | None, capsule: SpikeCapsule | None, *, live: bool = False
+) -> list[tuple[str, str]]:
+    """What to do now about the run's subject, or about the run: (what for, command or "")."""
     if capsule is not None:
         return spike.actions(capsule, record.path)
-    where = shlex.quote(str(record.path))
+    running = record.status == "running" and not live
+    follow = [("Follow the run:", f"trackbridge view {shlex.quote(str(record.path))} --live")] if running else []
     if subject is not None:
         found = [(now(subject), "")]
-        if record.status == "running":
-            found.append(
-                ("Its capsule is sealed a few steps after the anomaly. Follow the run:", f"trackbridge view {where} --live")
-            )
-        return found
+        if follow:
+            found.append(("Its capsule is sealed a few steps after the anomaly.", ""))
+        return [*found, *follow]
     if record.status == "running":
-        return [("Nothing has to be done. Follow the run:", f"trackbridge view {where} --live")]
+        return follow or [("Nothing has to be done: this page follows the run.", "")]
     if record.status == "failed":
         return [(f"Look at the error that ended it: {record.error or 'not recorded'}", "")]
     if record.status == "killed":

@@ -30,6 +30,7 @@ function lineChart(host, lines, options = {}) {
     {
       width: Math.max(120, frame.clientWidth),
       height,
+      padding: [8, 10, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false, dist: 6, setScale: false } },
       scales: {
@@ -38,13 +39,13 @@ function lineChart(host, lines, options = {}) {
       },
       axes: [
         { ...axis, size: 28, gap: 4, values: (_, ticks) => ticks.map((t) => (Number.isInteger(t) ? t.toLocaleString("en") : "")) },
-        { ...axis, size: 62, gap: 6, values: (_, ticks) => ticks.map((t) => (t == null ? "" : show(t, unit))) },
+        { ...axis, size: 62, gap: 6, space: 32, values: (_, ticks) => ticks.map((t) => (t == null ? "" : show(t, unit))) },
       ],
       series: [{}, ...lines.map((line, i) => ({
         stroke: () => css(`--s${(i % 8) + 1}`),
         width: line.dash ? 1.5 : 1.75,
         dash: line.dash,
-        points: { show: line.steps.length < 64, size: 5, stroke: () => css(`--s${(i % 8) + 1}`), fill: () => css("--card") },
+        points: { show: (p) => p.data[0].length < 64, size: 5, stroke: () => css(`--s${(i % 8) + 1}`), fill: () => css("--card") },
       }))],
       hooks: {
         drawAxes: [(p) => { if (options.marks !== false) drawMarks(p); }],

@@ -4,7 +4,7 @@ const MOST_COMPARED = 30;
 
 function compare() {
   const host = byId("comparison");
-  if (!host) return;
+  host.closest("section").hidden = false;
   const layersHere = [...new Set(store.names.filter((name) => name.startsWith("layer/")).map((name) => parts(name)[1]))];
   if (!layersHere.length) { host.closest("section").hidden = true; return; }
   const some = store.names.find((name) => name.startsWith("layer/"));

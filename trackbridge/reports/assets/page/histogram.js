@@ -1,7 +1,9 @@
 // Histograms of weights and gradients: decoded per step, drawn as shares over bins that are the same for every tensor.
 
 class Shapes {
-  constructor(block) {
+  constructor(block) { this.take(block); }
+
+  take(block) {
     this.block = block;
     this.steps = block ? block.steps : [];
     this.cache = new Map();

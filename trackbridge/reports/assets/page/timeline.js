@@ -7,6 +7,7 @@ function timeline() {
   host.replaceChildren();
   if (!store.names.length) { host.append(el("p", { class: "empty" }, "No series were recorded.")); return; }
   host.append(toolbar());
+  grown.push({ names: null, update: () => byId("toolbar").replaceWith(toolbar()) });
   const first = page.panels.filter((panel) => panel.first);
   const large = el("div", { class: "panels large" });
   host.append(large);
@@ -89,21 +90,34 @@ function toolbar() {
     return el("button", { type: "button", onclick: () => view.zoom([Math.max(first, mark.from - near), Math.min(last, mark.to + near)]) }, mark.label);
   });
   buttons.append(everything, ...zooms);
-  const slider = el("input", { type: "range", id: "step", min: String(first), max: String(last), step: "1", value: String(page.subject?.from ?? last) });
-  const reading = el("output", { for: "step", id: "step-reading" });
-  const say = () => {
-    const step = Number(slider.value);
-    const mine = page.panels.filter((panel) => panel.first).flatMap((panel) => panel.series).filter((name) => store.has(name));
-    reading.textContent = `step ${step.toLocaleString("en")}` + mine.map((name) => `, ${name} ${show(store.at(name, step))}`).join("");
-  };
-  slider.addEventListener("input", () => { view.point(Number(slider.value)); say(); });
-  view.onChange((what) => {
-    if (what === "step" && view.step != null) { slider.value = String(view.step); say(); }
-    else if (what === "range") {
-      const [low, high] = view.range ?? store.extent;
-      slider.min = String(Math.ceil(low)); slider.max = String(Math.floor(high));
-    }
-  });
-  say();
-  return el("div", { class: "toolbar" }, buttons, el("label", { for: "step" }, "Step"), slider, reading, el("small", {}, "Drag over a chart to zoom, double-click to see everything."));
+  const [low, high] = view.range ?? [first, last];
+  const start = view.step ?? page.subject?.from ?? last;
+  const slider = el("input", { type: "range", id: "step", min: String(Math.ceil(low)), max: String(Math.floor(high)), step: "1", value: String(start) });
+  slider.addEventListener("input", () => view.point(Number(slider.value)));
+  const made = el("div", { class: "toolbar", id: "toolbar" }, buttons, el("label", { for: "step" }, "Step"), slider,
+    el("output", { for: "step", id: "step-reading" }), el("small", {}, "Drag over a chart to zoom, double-click to see everything."));
+  readStep(made);
+  return made;
 }
+
+/** What the slider's step says. */
+function readStep(bar = byId("toolbar")) {
+  const slider = bar.querySelector("#step");
+  const step = Number(slider.value);
+  const large = page.panels.filter((panel) => panel.first).flatMap((panel) => panel.series).filter((name) => store.has(name));
+  const words = [`step ${step.toLocaleString("en")}`, ...large.map((name) => `${name} ${show(store.at(name, step))}`)].join(", ");
+  bar.querySelector("output").textContent = words;
+  slider.setAttribute("aria-valuetext", words);
+}
+
+view.onChange((what) => {
+  const slider = byId("step");
+  if (!slider) return;
+  if (what === "step" && view.step != null) slider.value = String(view.step);
+  if (what === "range") {
+    const [low, high] = view.range ?? store.extent;
+    slider.min = String(Math.ceil(low));
+    slider.max = String(Math.floor(high));
+  }
+  readStep();
+});
