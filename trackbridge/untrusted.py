@@ -33,7 +33,7 @@ FILES = 100_000
 TOTAL_BYTES = 16 * GiB
 
 # What a capsule may contain. A pickle has no place here under any name.
-SUFFIXES = frozenset({".json", ".parquet", ".safetensors", ".md", ".html"})
+SUFFIXES = frozenset({".json", ".parquet", ".safetensors", ".md", ".html", ".png"})
 
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
