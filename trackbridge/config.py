@@ -137,10 +137,12 @@ class JournalConfig(Section):
 
 
 class StreamConfig(Section):
-    """What goes to trackers; the journal always keeps everything. `layers`: which wide series are sent."""
+    """What goes to trackers; the journal always keeps everything. `layers`: which wide series are sent: none but their extrema
+    over all layers, those of activations (of at most `max_series`, from evenly spaced modules), or all of them."""
 
     layers: Literal["summary", "blocks", "all"] = "blocks"
     every: int = Field(1, ge=1, description="send every N-th step row; rows of an anomaly are always sent")
+    max_series: int = Field(1000, ge=1, description='wide series that "blocks" sends')
 
 
 class TrackbridgeConfig(BaseSettings):

@@ -19,6 +19,10 @@ LOCAL = "_local"
 """Suffix of a series that is of this rank's shards only: what one rank cannot know is never shown as global."""
 ATTEMPT = "trackbridge/attempt"
 NONFINITE = "nonfinite/"
+LAYERS = "layers/"
+COALESCED_ROWS = "coalesced/rows"
+COALESCED_MIN = "coalesced/min/"
+COALESCED_MAX = "coalesced/max/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,10 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("data/repeated", "steps", "how many steps ago this very batch was used, told only where that is a fault"),
     Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
-    Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf"),
+    Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf; a coalesced row counts its steps"),
+    Metric("coalesced/rows", "rows", "how many steps this row stands for, where a tracker's budget coalesced them"),
+    Metric("coalesced/min/<series>", "", "smallest finite value over the steps that this row stands for"),
+    Metric("coalesced/max/<series>", "", "largest finite value over the steps that this row stands for"),
     Metric("trackbridge/step", "", "the optimizer step: the x axis of every chart"),
     Metric("trackbridge/seq", "", "number of the journal record this row came from"),
     Metric("trackbridge/attempt", "", "0 at first, one more with each resume"),

@@ -43,7 +43,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-_NOT_SHOWN = ("trackbridge/", "nonfinite/")  # what the stream adds to a row
+_NOT_SHOWN = ("trackbridge/", "nonfinite/", "coalesced/")  # what the stream adds to a row
 
 
 class ConsoleConfig(BackendConfig):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trackbridge import names, plugins
 from trackbridge.backends import mlflow_calls, mlflow_names
@@ -44,6 +44,7 @@ class MlflowConfig(BackendConfig):
     tracking_uri: str | None = None
     experiment: str | None = None
     artifact_location: str | None = None
+    values_per_minute: int | None = Field(300_000, ge=1000)  # 5,000 a second is what one server takes
 
     environment: ClassVar[Mapping[str, str]] = mlflow_calls.ENVIRONMENT
 

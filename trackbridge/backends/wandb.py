@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from trackbridge import plugins
 from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
@@ -52,13 +54,17 @@ ARTIFACT_TRIES = 5
 class WandbConfig(BackendConfig):
     """`entity` and `project` default to W&B's default entity and to the run's project. `mode` None is W&B's own rule: what
     ``WANDB_MODE`` says, else online if a key is configured (``WANDB_API_KEY`` or netrc), else offline, with a warning.
-    `base_url` is a server of your own. The key is never here: use ``wandb login`` or ``WANDB_API_KEY``."""
+    `base_url` is a server of your own. The key is never here: use ``wandb login`` or ``WANDB_API_KEY``.
+
+    The budget is W&B's documented one, of which the stream policy uses what it needs."""
 
     kind: Literal["wandb"] = "wandb"
     entity: str | None = None
     project: str | None = None
     mode: Literal["online", "offline"] | None = None
     base_url: str | None = None
+    rows_per_minute: int | None = Field(1000, ge=10)
+    values_per_minute: int | None = Field(100_000, ge=1000)
 
     def check(self) -> None:
         plugins.require("wandb", "wandb")

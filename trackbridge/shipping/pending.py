@@ -12,10 +12,14 @@ _MOST_VALUES = 4_000_000  # in rows: 32 MB
 
 
 class Pending:
-    """Records in ascending `seq`, each with the attempt it belongs to. Bounded: ask `full` before adding."""
+    """Records in ascending `seq`, each with the attempt it belongs to. Bounded: ask `full` before adding.
+
+    `before`: where reading goes on after a restart that must give the first of them again.
+    """
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, Record]] = deque()
+        self._before: dict[int, int] = {}
         self._values = 0
 
     def __len__(self) -> int:
@@ -34,11 +38,15 @@ class Pending:
         return self._items[-1][0]
 
     @property
-    def first_seq(self) -> int:
-        return self._items[0][1].seq
+    def before(self) -> int:
+        seq = self._items[0][1].seq
+        return self._before.get(seq, seq - 1)
 
-    def add(self, attempt: int, record: Record) -> None:
+    def add(self, attempt: int, record: Record, before: int | None = None) -> None:
+        """`before`: the seq before the first record that this one stands for; by default it stands for itself."""
         self._items.append((attempt, record))
+        if before is not None:
+            self._before[record.seq] = before
         self._values += _values(record)
 
     def of(self, attempt: int) -> Iterator[Record]:
@@ -58,6 +66,8 @@ class Pending:
         if gone:
             numbers = {record.seq for _, record in gone}
             self._items = deque(item for item in self._items if item[1].seq not in numbers)
+            for seq in numbers:
+                self._before.pop(seq, None)
             self._values -= sum(_values(record) for _, record in gone)
         return gone
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from trackbridge import redact
 from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.coalesce import Budget
 from trackbridge.config import StreamConfig
 from trackbridge.errors import Rejected, RetryLater
 from trackbridge.journal import JournalReader
@@ -70,6 +71,7 @@ class Worker:
         self._config = config
         self._directory = directory
         self._policy = stream
+        self._budget = Budget(config.rows_per_minute, config.values_per_minute)
         self._situation = situation
         self._clock = clock
         self._backoff = Backoff(rng)
@@ -122,7 +124,8 @@ class Worker:
     def _start(self) -> None:
         """Begin at the cursor, with what the records before it leave behind: anomalies, and the ends of attempts."""
         rows = self._directory.rows()
-        target = hashlib.blake2b(self._config.model_dump_json().encode(), digest_size=8).hexdigest()
+        place = self._config.model_dump_json(exclude={"rows_per_minute", "values_per_minute"})
+        target = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self._cursor = Cursor.load(self._directory, self.kind, target)
         self._dead = DeadLetters(self._directory, self.kind)
         self._lives = [(life.time, life.number) for life in self._directory.read().attempts]
@@ -137,7 +140,8 @@ class Worker:
                 elif isinstance(record, RunEnd):
                     self._ends[record.attempt] = record
         self._reader = JournalReader(rows, self._cursor.seq)
-        self._stream = Stream(self._policy, after=self._cursor.seq, known=known)
+        starts = {life.number: life.start_step for life in self._directory.read().attempts}
+        self._stream = Stream(self._policy, after=self._cursor.seq, known=known, budget=self._budget, starts=starts)
         self._pending = Pending()
         self._held = -1  # the tracker has these, as it said itself
         self._idle = 0  # looks in a row that found nothing
@@ -186,12 +190,13 @@ class Worker:
             out += self._stream.finish()
         elif not records and (self._idle > 1 or not self._situation.follow):
             out += self._stream.settle()
+        before, self._stream.before = self._stream.before, {}
         out = [record for record in out if record.seq > self._held or isinstance(record, RunEnd)]
         if out and isinstance(out[-1], Row):
             out[-1] = with_lag(out[-1], self._reader.position - self._cursor.seq)
         for record in out:
             self._attempt = max(self._attempt, self._attempt_of(record))
-            self._pending.add(self._attempt, record)
+            self._pending.add(self._attempt, record, before.get(record.seq))
         return bool(records or out)
 
     def _attempt_of(self, record: Record) -> int:
@@ -256,7 +261,7 @@ class Worker:
         return bool(gone)
 
     def _move(self) -> None:
-        seq = self._pending.first_seq - 1 if self._pending else self._stream.decided
+        seq = self._pending.before if self._pending else self._stream.decided
         self._cursor.seq = max(self._cursor.seq, seq)
 
     # -- trouble
