@@ -37,7 +37,7 @@ SEALED_KINDS = ("spike", "nonfinite", "divergence", "shift")
 """Anomalies that get a capsule. Slow ones (drift, plateau) have no step that a replay could explain."""
 
 SEAL_SECONDS = 600.0
-PARTING_SECONDS = 10.0
+PARTING_SECONDS = 20.0
 """How long a rank that finishes waits for the others, so that the last anomaly is kept on all of them."""
 _LOOK = 0.02
 

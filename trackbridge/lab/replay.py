@@ -64,7 +64,8 @@ class ReplayReport(Found):
 
     `reason` is one sentence. `noise_ulp` is the noise floor: the typical distance between two replays at the noisiest step,
     `noise_max_ulp` the largest of any series; None with nothing to compare.
-    `missing` names what an incomplete replay lacks. `seconds` is the wall time.
+    `missing` names what an incomplete replay lacks. `seconds` is the wall time. On several ranks this is the report of `rank`,
+    which has the worst verdict, and `verdicts` are those of all.
     """
 
     verdict: Verdict
@@ -83,6 +84,7 @@ class ReplayReport(Found):
     noise_max_ulp: float | None = None
     steps: tuple[StepReport, ...] = ()
     seconds: float = 0.0
+    verdicts: tuple[Verdict, ...] = ()
 
     def to_markdown(self) -> str:
         """The report for a person: differences of environment first, then the verdict, then its evidence."""
@@ -93,6 +95,8 @@ class ReplayReport(Found):
         else:
             lines.append("As recorded.")
         lines += ["", f"## Verdict: {self.verdict}", "", f"{self.reason[0].upper()}{self.reason[1:]}."]
+        if self.verdicts:
+            lines += ["", f"By rank: {', '.join(self.verdicts)}; what follows is rank {self.rank}'s."]
         if self.first_divergence is not None:
             lines += ["", f"First divergence: {self.first_divergence}."]
             if self.first_divergence.suspects:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trackbridge.names import is_wide
+from trackbridge.names import LOCAL, is_wide
 
 LOSS = "train/loss"
 RATE = "train/lr"
@@ -60,6 +60,7 @@ def ulps(a: float, b: float) -> float:
 
 
 def comparable(series: str) -> bool:
+    series = series.removesuffix(LOCAL)
     return not series.startswith(_NOT_COMPARED) and series not in _NOT_COMPARED_EXACT
 
 
@@ -74,6 +75,7 @@ _TOTALS = {
 
 def family(series: str) -> str:
     """The statistic that a series is one of: over all layers (``layer/*/grad_norm``), its total included, or the series."""
+    series = series.removesuffix(LOCAL)
     parts = series.split("/")
     if len(parts) > 2 and parts[0] in ("layer", "act"):
         return f"{parts[0]}/*/{parts[-1]}"
@@ -93,7 +95,7 @@ def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) ->
             difference = _loss(value, seen)
         elif series == RATE or series.startswith(RATE + "/"):
             difference = _rate(series, value, seen)
-        elif clipped_nan and series.endswith("nonfinite") and not series.startswith("act/"):
+        elif clipped_nan and series.removesuffix(LOCAL).endswith("nonfinite") and not series.startswith("act/"):
             continue  # clipping by a non-finite norm spreads it; run.clip_grad_norm_ had counted before
         elif series in seen.known:
             replayed = seen.values.get(series)

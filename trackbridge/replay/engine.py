@@ -17,13 +17,16 @@ from trackbridge.capsule_parts import RngStates
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.lab.replay import EnvironmentDifference, ReplayReport, Verdict
+from trackbridge.names import LOCAL
 from trackbridge.probes import Instruments
+from trackbridge.ranks import Ranks
 from trackbridge.replay import settings
 from trackbridge.replay.compare import LOSS, Observation
 from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
 from trackbridge.replay.judge import Ran, judge
 from trackbridge.replay.rebuilt import Rebuilt
 from trackbridge.replay.trial import Trial
+from trackbridge.replay.world import World
 
 OnStep = Callable[[int, int, int], None]
 
@@ -44,8 +47,11 @@ def rerun(
         build: your code as at training time; returns ``(model, optimizer, step)`` or a `Rebuilt`. Called once per run.
         runs: how many replays, at least two: their differences are the noise floor.
         deterministic: torch's deterministic algorithms on or off; None: as recorded.
-        rank: whose record; default this process' rank in an initialised process group, else 0.
+        rank: whose record; default this process' rank (torchrun's, where there is no process group yet), else 0.
         on_step: called as ``on_step(run, step, last)`` after each step.
+
+    A run of several ranks is replayed by as many, each calling this (``torchrun --nproc-per-node N``); `build` makes the
+    process group if there is none. All get the same report, that of the rank with the worst verdict.
 
     This process' random state and torch's switches are put back afterwards.
 
@@ -58,15 +64,16 @@ def rerun(
     if runs < 2:
         raise UsageError("runs must be at least 2: without a second replay the noise is not known")
     began = time.monotonic()
-    replay = _Replay(capsule, build, _rank() if rank is None else rank, deterministic, on_step)
+    replay = Replay(capsule, build, this_rank() if rank is None else rank, deterministic, on_step)
     try:
-        replay.check()
+        replay.world.check(capsule.world_size)
         with settings.kept(), replay.random_state_kept():
             histories = [replay.run(number) for number in range(runs)]
     except Incomplete as missing:
-        return replay.report(began, runs, "incomplete", str(missing), missing=(*missing.args, *capsule.missing))
+        words = (*missing.args, *capsule.missing)
+        return replay.world.verdict(replay.report(began, runs, "incomplete", str(missing.args[0]), missing=words))
     found = judge(replay.record, histories)
-    return replay.report(
+    report = replay.report(
         began,
         runs,
         found.verdict,
@@ -77,22 +84,26 @@ def rerun(
         noise_ulp=found.noise_ulp,
         noise_max_ulp=found.noise_max_ulp,
     )
+    return replay.world.verdict(report)
 
 
-class _Replay:
-    """The parts that every run of one `rerun` shares."""
+class Replay:
+    """The parts that every run of one `rerun` (or `what_if`) shares."""
 
     def __init__(
         self, capsule: SpikeCapsule, build: Callable[[], Any], rank: int, deterministic: bool | None, on_step: OnStep | None
     ) -> None:
         self.capsule = capsule
-        self.record = capsule.series(rank)
+        self.world = World()
+        self._lacks = rank not in capsule.ranks
+        source = capsule.ranks[0] if self._lacks else rank  # `check` refuses it
+        self.record = capsule.series(source)
         self._build = build
         self._rank = rank
         self._deterministic = deterministic
         self._on_step = on_step
-        self._states: RngStates = capsule.rng_states(rank)
-        self._batches = capsule.micro_batches(rank)
+        self._states: RngStates = capsule.rng_states(source)
+        self._batches = capsule.micro_batches(source)
         recorded = {**capsule.settings.get("parameters", {}), "histograms_every": 0}  # nothing to compare them with
         self._parameters = ParametersConfig.model_validate(recorded)
         self._activations = ActivationsConfig.model_validate(capsule.settings.get("activations", {}))
@@ -102,6 +113,8 @@ class _Replay:
     def check(self) -> None:
         """What can be known to be missing before anything runs."""
         capsule = self.capsule
+        if self._lacks:
+            raise Incomplete(f"this capsule holds nothing of rank {self._rank}")
         if self._devices() and torch.cuda.is_available():
             settings.check_cublas(capsule.provenance, self._deterministic)
         if not capsule.has_state(self._rank):
@@ -118,10 +131,15 @@ class _Replay:
     def run(self, number: int, trial: Trial | None = None) -> dict[int, Ran]:
         """One replay of the window with freshly built objects; `trial` changes something in it, and may leave out steps."""
         settings.as_recorded(self.capsule.provenance, self._deterministic)
+        if self.world.alone:
+            self.check()
         rebuilt = Rebuilt.of(self._build())
-        missing = rebuilt.restore(self.capsule.state(self._rank))
-        if missing:
-            raise Incomplete(*missing)
+        with self.world.together("replay.rerun"):
+            if not self.world.alone:  # only now is there a process group to say it to
+                self.check()
+            missing = rebuilt.restore(self.capsule.state(self._rank))
+            if missing:
+                raise Incomplete(*missing)
         settings.as_recorded(self.capsule.provenance, self._deterministic)  # build() may have set its own
         if number == 0:
             self._used_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -147,8 +165,9 @@ class _Replay:
         return history
 
     def _step(self, step: int, rebuilt: Rebuilt, instruments: Instruments, rates: list[Mapping[str, float]]) -> Ran:
-        batches = micro_batches(step, self._batches[step], rebuilt)
-        before = rng.restore(self._states.before(step), rebuilt.generators)
+        with self.world.together(f"step {step} of the replay"):
+            batches = micro_batches(step, self._batches[step], rebuilt)
+            before = rng.restore(self._states.before(step), rebuilt.generators)
         try:
             loss = rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
         except Exception as error:
@@ -158,7 +177,8 @@ class _Replay:
         slot = instruments.close(step)
         assert slot is not None, "a replay frees each slot before the next"
         values, present = instruments.finalize(slot)
-        known = instruments.series
+        local = instruments.local_series
+        known = [f"{name}{LOCAL}" if name in local else name for name in instruments.series]
         total, eps, parts = _loss(loss, step)
         seen = Observation(
             loss=total,
@@ -257,6 +277,6 @@ def _problem(before: rng.RestoreReport, batches: MicroBatches) -> str | None:
     return next((str(report) for report in (before, *batches.reports) if not report.exact), None)
 
 
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+def this_rank() -> int:
+    """This process' rank in an initialised process group, else the launcher's, else 0."""
+    return Ranks.current().rank

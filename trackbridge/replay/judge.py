@@ -9,7 +9,7 @@ from itertools import combinations
 from statistics import median
 
 from trackbridge.lab.replay import Divergence, StepReport, Verdict
-from trackbridge.names import ACT, LAYER
+from trackbridge.names import ACT, LAYER, LOCAL
 from trackbridge.replay.compare import LOSS, Difference, Observation, comparable, compare, family, ulps
 
 TYPICAL = 4.0
@@ -178,13 +178,13 @@ def blame(step: int, recorded: Mapping[str, float], differences: Sequence[Sequen
     bad = [site for site in sites if any(name.startswith(ACT) and name[len(ACT) :].rpartition("/")[0] == site for name in here)]
     suspects = _suspects(differences, cleared=[site for site in sites if site not in bad[:1]] if bad else [])
     order = [name for name in here if bad and name.startswith(f"{ACT}{bad[0]}/")]
-    order += [LOSS, *(f"{LAYER}{suspect}/grad_norm" for suspect in suspects), *here]
+    order += [LOSS, *(f"{LAYER}{suspect}/grad_norm{end}" for suspect in suspects for end in ("", LOCAL)), *here]
     series = next(name for name in order if name in here)
     return Divergence(
         step=step,
         series=series,
         layer=suspects[0] if suspects else (bad[0] if bad else None),
-        statistic=series.rpartition("/")[2],
+        statistic=series.rpartition("/")[2].removesuffix(LOCAL),
         recorded=here[series].recorded,
         replayed=here[series].replayed,
         ulp=here[series].ulp,
@@ -198,7 +198,7 @@ def _suspects(differences: Sequence[Sequence[Difference]], cleared: Sequence[str
         for found in steps:
             changes: dict[str, float] = {}
             for d in found:
-                if d.series.startswith(LAYER) and d.series.endswith(f"/{statistic}"):
+                if d.series.startswith(LAYER) and d.series.removesuffix(LOCAL).endswith(f"/{statistic}"):
                     parameter = d.series[len(LAYER) :].rpartition("/")[0]
                     if not any(parameter.startswith(f"{site}.") for site in cleared):
                         changes[parameter] = _relative(d)

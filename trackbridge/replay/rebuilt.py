@@ -107,11 +107,29 @@ def _load_model(model: nn.Module, state: Mapping[str, Tensor], what: str) -> Non
             f"{word} {_some(found)}" for word, found in (("not recorded:", missing), ("recorded only:", unexpected)) if found
         ]
         raise UsageError(f"build() returned a {what} that is not the recorded one; {'; '.join(said)}")
+    here = model.state_dict()
     try:
-        model.load_state_dict({mine[clean]: state[name] for clean, name in theirs.items()})
-    except RuntimeError as error:
+        model.load_state_dict({mine[clean]: like(here[mine[clean]], state[name]) for clean, name in theirs.items()})
+    except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"build() returned a {what} that is not the recorded one: {reason[:300]}") from None
+
+
+def like(here: Any, recorded: Any) -> Any:
+    """A recorded shard as the DTensor that `here` is; anything else as it is. Raises `ValueError` when it is another shard."""
+    if not hasattr(here, "to_local") or not isinstance(recorded, Tensor):
+        return recorded
+    from torch.distributed.tensor import DTensor
+
+    own = here.to_local()
+    if own.shape != recorded.shape:
+        raise ValueError(
+            f"this rank's shard has shape {tuple(own.shape)}, the recorded one {tuple(recorded.shape)}; shard it as then"
+        )
+    local = recorded.to(own.device, copy=True)
+    return DTensor.from_local(
+        local, here.device_mesh, here.placements, run_check=False, shape=here.shape, stride=here.stride()
+    )
 
 
 @torch.no_grad()
@@ -132,14 +150,27 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], what: str) -
     if sizes != [len(group["params"]) for group in optimizer.param_groups]:
         here = [len(group["params"]) for group in optimizer.param_groups]
         raise UsageError(f"build() returned an {what} with groups of {here} parameters; recorded were {sizes}")
-    optimizer.load_state_dict(dict(state))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    optimizer.load_state_dict(_sharded(state, dict(zip(numbers, parameters, strict=True))))
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in state["state"].get(number, {}).items():
             loaded = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+
+
+def _sharded(state: Mapping[str, Any], parameters: Mapping[Any, Any]) -> dict[str, Any]:
+    """The state with what is shaped like a parameter's shard as a DTensor like the parameter (Adam's moments, momentum)."""
+    of_each = dict(state["state"])
+    for number, parameter in parameters.items():
+        if hasattr(parameter, "to_local") and number in of_each:
+            shape = parameter.to_local().shape
+            of_each[number] = {
+                key: like(parameter, value) if isinstance(value, Tensor) and value.dim() and value.shape == shape else value
+                for key, value in of_each[number].items()
+            }
+    return {**state, "state": of_each}
 
 
 def _list(keys: Mapping[str, Any]) -> str:
