@@ -240,12 +240,18 @@ def picture(panel: Panel) -> str:
     return f"pictures/{panel.id}"
 
 
+def catalogued(panel: Panel) -> tuple[str, ...]:
+    """The series of a panel. Raises `KeyError` for one that the catalogue does not have."""
+    for series in panel.series:
+        if known(series) is None:
+            raise KeyError(f"{series!r} of panel {panel.id!r} is not in the catalogue")
+    return panel.series
+
+
 def of(use: Use, present: Collection[str] | None = None) -> list[Panel]:
     """The panels of a section as `use` wants them, in the order of `PANELS`. `present` are the series of the run: panels that
     would be empty are left out; None leaves out none. Raises `KeyError` for a series that the catalogue does not have."""
     found = [panel for panel in PANELS if panel.section == use.section and (not use.only or panel.id in use.only)]
-    for panel in found:
-        for series in panel.series:
-            if known(series) is None:
-                raise KeyError(f"{series!r} of panel {panel.id!r} is not in the catalogue")
-    return [panel for panel in found if present is None or not panel.series or any(map(panel.draws, present))]
+    drawn = [panel for panel in found if catalogued(panel)]
+    there = [panel for panel in drawn if present is None or any(map(panel.draws, present))]
+    return [panel for panel in found if panel in there or not panel.series]

@@ -11,10 +11,16 @@ def test_an_anomaly_in_a_line_and_on_a_page() -> None:
     line = "spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119"
     assert words.anomaly_line(spike) == line
     assert words.anomaly_markdown(spike).splitlines() == [
-        f"**{line}**",
+        "**What happened.** **train/loss** was **9.5** where **2.25** was expected (spike).",
         "",
-        "- onset: step 119",
-        "- recovered: not so far",
+        "**When.** From step **119**, seen at step 120 (2025-06-15 15:08:40 UTC). Not back to normal so far.",
+        "",
+        "**How bad.** **31 sigma** from what was expected.",
+        "",
+        "**What moved first.** grad/norm at step 119.",
+        "",
+        "**What to do now.** To test the first hypothesis, corrupt-batch: skip the batch.",
+        "",
         "- ranks: 0",
         "- cascade: grad/norm (119), train/loss (120)",
         "",
@@ -22,8 +28,9 @@ def test_an_anomaly_in_a_line_and_on_a_page() -> None:
         "   - for: token entropy 7.9 bits",
         "   - to test it: skip the batch",
     ]
-    over = words.anomaly_markdown(spike.updated(recovered_after=4, capsule="capsules/spike-120"))
-    assert "- recovered: after 4 steps" in over and "- capsule: `capsules/spike-120`" in over
+    over = words.anomaly_markdown(spike.updated(recovered_after=4, capsule="capsules/spike-120"), ["trackbridge pull x"])
+    assert "Back to normal after 4 steps." in over and "- capsule: `capsules/spike-120`" in over
+    assert "skip the batch. `trackbridge pull x`" in over
 
 
 def test_params_flatten_without_hiding_each_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,14 @@ import numpy as np
 
 from trackbridge.backends import words
 from trackbridge.backends.eventfile import records
-from trackbridge.records import Row, Schema
+from trackbridge.backends.tensorboard_layout import layout
+from trackbridge.histograms import EDGES, NONFINITE
+from trackbridge.records import Histograms, Row, Schema
 
 SEQ_TAG = "trackbridge__seq__"
 _LAYOUT_TAG = "custom_scalars__config__"
-_DT_STRING, _DT_INT64 = 7, 9
+_DT_FLOAT, _DT_STRING, _DT_INT64 = 1, 7, 9
 _FLOAT = 4
-
-# category -> chart title -> regular expressions of tags
-_LAYOUT = {
-    "trackbridge": {
-        "loss": [r"train/loss$"],
-        "gradient norm": [r"grad/norm(_clipped)?$"],
-        "learning rate": [r"train/lr"],
-        "anomalies": [r"anomaly/"],
-        "activation kurtosis": [r"act/.*/kurtosis$"],
-    }
-}
 
 
 class Packer:
@@ -43,13 +35,13 @@ class Packer:
         self._summary = summary_pb2.Summary
         self._templates: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
 
-    def header(self, created: float) -> list[bytes]:
-        """The first events of every file: the format's version and the custom-scalars layout."""
+    def header(self, created: float, series: Collection[str]) -> list[bytes]:
+        """The first events of every file: the format's version and the custom-scalars layout for a run with `series`."""
         version = self._event(wall_time=created, file_version="brain.Event:2")
-        layout = self._tensor_value(_LAYOUT_TAG, _layout(), "custom_scalars")
+        value = self._tensor_value(_LAYOUT_TAG, layout(series), "custom_scalars")
         return [
             version.SerializeToString(),
-            self._event(wall_time=created, summary=self._summary(value=[layout])).SerializeToString(),
+            self._event(wall_time=created, summary=self._summary(value=[value])).SerializeToString(),
         ]
 
     def start(self, step: int, when: float) -> bytes:
@@ -69,8 +61,22 @@ class Packer:
         return bytes(head + b"\x2a" + _varint(body.size) + body.tobytes())
 
     def text(self, tag: str, markdown: str, *, step: int, time: float, seq: int) -> bytes:
-        values = [self._seq_value(seq), self._tensor_value(tag, markdown.encode(), "text")]
-        return bytes(self._event(wall_time=time, step=step, summary=self._summary(value=values)).SerializeToString())
+        return self._pack([self._tensor_value(tag, markdown.encode(), "text")], step=step, time=time, seq=seq)
+
+    def shown(self, texts: Mapping[str, str], images: Mapping[str, bytes], *, step: int, time: float, seq: int) -> bytes:
+        """Several texts (Markdown) and images (PNG) by tag as one event. Raises `ValueError` for an image that is no PNG."""
+        values = [self._tensor_value(tag, markdown.encode(), "text") for tag, markdown in texts.items()]
+        return self._pack(
+            [*values, *(self._image_value(tag, png) for tag, png in images.items())], step=step, time=time, seq=seq
+        )
+
+    def histograms(self, record: Histograms) -> bytes:
+        values = [self._histogram_value(name, counts) for name, counts in zip(record.names, record.counts, strict=True)]
+        return self._pack(values, step=record.step, time=record.time, seq=record.seq)
+
+    def _pack(self, values: list[Any], *, step: int, time: float, seq: int) -> bytes:
+        summary = self._summary(value=[self._seq_value(seq), *values])
+        return bytes(self._event(wall_time=time, step=step, summary=summary).SerializeToString())
 
     def last(self, path: Path) -> tuple[int, str | None, str]:
         """Of the last record in `path` that a reader can see: its seq (the highest in the file; -1 if there is no record), and
@@ -102,6 +108,26 @@ class Packer:
         value.tensor.int64_val.append(seq)
         return value
 
+    def _image_value(self, tag: str, png: bytes) -> Any:
+        """A batch of one image, as the plugin stores it: width, height, and the file."""
+        width, height = _size(png)
+        value = self._summary.Value(tag=words.storable(tag))
+        value.metadata.plugin_data.plugin_name = "images"
+        value.tensor.dtype = _DT_STRING
+        value.tensor.tensor_shape.dim.add(size=3)
+        value.tensor.string_val.extend([str(width).encode(), str(height).encode(), png])
+        return value
+
+    def _histogram_value(self, tag: str, counts: np.ndarray) -> Any:
+        buckets = _buckets(counts)
+        value = self._summary.Value(tag=words.storable(tag))
+        value.metadata.plugin_data.plugin_name = "histograms"
+        value.tensor.dtype = _DT_FLOAT
+        for size in buckets.shape:
+            value.tensor.tensor_shape.dim.add(size=size)
+        value.tensor.tensor_content = buckets.astype("<f4").tobytes()
+        return value
+
     def _tensor_value(self, tag: str, content: bytes, plugin: str) -> Any:
         value = self._summary.Value(tag=tag)
         value.metadata.plugin_data.plugin_name = plugin
@@ -111,17 +137,23 @@ class Packer:
         return value
 
 
-def _layout() -> bytes:
-    from tensorboard.plugins.custom_scalar import layout_pb2 as pb
+def _size(png: bytes) -> tuple[int, int]:
+    """Width and height of a PNG, which stand at a fixed place in it. Raises `ValueError` if it is none."""
+    if len(png) < 24 or not png.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise ValueError("this is not a PNG")
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
-    def chart(title: str, tags: list[str]) -> Any:
-        return pb.Chart(title=title, multiline=pb.MultilineChartContent(tag=tags))
 
-    categories = [
-        pb.Category(title=category, chart=[chart(title, tags) for title, tags in charts.items()])
-        for category, charts in _LAYOUT.items()
-    ]
-    return bytes(pb.Layout(category=categories).SerializeToString())
+def _buckets(counts: np.ndarray) -> np.ndarray:
+    """float32, shape (k, 3): left edge, right edge and count of the columns from the first to the last that is not empty;
+    non-finite values have no place on the axis. The outermost columns end where they would if they were as wide as their
+    neighbours."""
+    edges = np.concatenate(([EDGES[1] * 1.5], EDGES[1:-1], [EDGES[-2] * 1.5]))
+    used = np.flatnonzero(counts[:NONFINITE])
+    if not used.size:
+        return np.zeros((0, 3), np.float32)
+    part = slice(int(used[0]), int(used[-1]) + 1)
+    return np.stack([edges[:-1][part], edges[1:][part], counts[:NONFINITE][part]], axis=1).astype(np.float32)
 
 
 def _varint(number: int) -> bytes:

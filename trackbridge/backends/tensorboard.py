@@ -23,12 +23,12 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from trackbridge import plugins
-from trackbridge.backends import folders, held, words
+from trackbridge.backends import exhibits, folders, held, words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.eventfile import EventFile
 from trackbridge.backends.eventpack import Packer
 from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater
-from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
+from trackbridge.records import Anomaly, Artifact, Histograms, Params, Record, Row, RunEnd, RunInfo
 
 _OURS = re.compile(r"events\.out\.tfevents\.\d+\.trackbridge\.(\d{5,})\.a(\d{4,})$")
 _ARTIFACTS = "artifacts"
@@ -84,6 +84,7 @@ class TensorboardBackend:
         self._run, self._root = run, self._config.root(run)
         self._folder = self._root if run.rank == 0 else self._root / f"rank-{run.rank:04d}"
         self._packer = Packer()
+        self._series: set[str] = set()
         self._let_go()
         self._held, self._attempt, self._ended = -1, 0, ""
         self._step = run.start_step
@@ -100,6 +101,8 @@ class TensorboardBackend:
         ready: list[bytes] = []
         last = self._held
         refused: dict[int, str] = {}
+        for schema in {id(record.schema): record.schema for record in batch if isinstance(record, Row)}.values():
+            self._series.update(schema.names)  # before a file begins: its layout goes by them
         for record in batch:
             if record.seq <= self._held:
                 continue
@@ -147,8 +150,12 @@ class TensorboardBackend:
             yield pack.text(f"anomaly/{record.id}", text, step=record.step, time=record.time, seq=record.seq)
         elif isinstance(record, Artifact):
             facts = {"kind": record.kind, "folder": str(self._root / _ARTIFACTS / record.name)}
-            text = words.table({**facts, **words.flatten(record.metadata)})
-            yield pack.text(f"artifact/{record.name}", text, step=record.step, time=record.time, seq=record.seq)
+            about = words.table({**facts, **words.flatten(record.metadata)})
+            texts, images = exhibits.of(self._root / _ARTIFACTS / record.name)
+            texts = {f"artifact/{record.name}": about, **{f"{tag}/{record.name}": text for tag, text in texts.items()}}
+            yield pack.shown(texts, images, step=record.step, time=record.time, seq=record.seq)
+        elif isinstance(record, Histograms):
+            yield pack.histograms(record)
         elif isinstance(record, Params):
             text = words.table(words.flatten(record.values))
             yield pack.text(f"params/{record.seq}", text, step=self._step, time=record.time, seq=record.seq)
@@ -201,7 +208,7 @@ class TensorboardBackend:
         number = there[-1][0] + 1 if there else 0
         # readers go through the files in the order of their names, so these must not depend on a clock
         name = f"events.out.tfevents.{int(self._run.created):010d}.trackbridge.{number:05d}.a{self._attempt:04d}"
-        return EventFile(self._folder / name, [*self._packer.header(self._run.created), *more])
+        return EventFile(self._folder / name, [*self._packer.header(self._run.created, self._series), *more])
 
     def _disk_trouble(self, error: OSError) -> RetryLater:
         return RetryLater(_DISK_TROUBLE_SECONDS, f"cannot write below {self._root}: {error.strerror or error}")

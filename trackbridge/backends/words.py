@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trackbridge.answers import answers, how_to_test, shown
 from trackbridge.records import Anomaly
 from trackbridge.rundir import dumps
 
@@ -19,24 +20,22 @@ def anomaly_line(anomaly: Anomaly) -> str:
     )
 
 
-def anomaly_markdown(anomaly: Anomaly) -> str:
-    """The anomaly as a short page: what, when, how it ended, why perhaps, and where the capsule is."""
-    over = anomaly.recovered_after
-    lines = [f"**{anomaly_line(anomaly)}**", ""]
+def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
+    """The anomaly as a short page: the five questions, then the facts and the hypotheses with their evidence."""
+    lines = [f"**{question}.** {answer}" for question, answer in answers(anomaly, commands)]
+    lines = [line for answer in lines for line in (answer, "")]
     facts = {
-        "onset": f"step {anomaly.onset}",
-        "recovered": "not so far" if over is None else f"after {over} steps",
         "ranks": ", ".join(map(str, anomaly.ranks)),
         "cascade": ", ".join(f"{series} ({step})" for series, step in anomaly.cascade),
         "capsule": f"`{anomaly.capsule}`" if anomaly.capsule else "",
         "notes": "; ".join(anomaly.notes),
     }
     lines += [f"- {name}: {fact}" for name, fact in facts.items() if fact]
-    for rank, hypothesis in enumerate(anomaly.hypotheses, 1):
+    for rank, hypothesis in enumerate(shown(anomaly.hypotheses), 1):
         lines += ["", f"{rank}. **{hypothesis.name}**"]
         lines += [f"   - for: {evidence}" for evidence in hypothesis.evidence_for]
         lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
-        lines += [f"   - to test it: {hypothesis.intervention}"] if hypothesis.intervention else []
+        lines += [f"   - to test it: {how_to_test(hypothesis.intervention)}"] if hypothesis.intervention else []
     return "\n".join(lines)
 
 

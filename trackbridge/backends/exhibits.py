@@ -1,0 +1,34 @@
+"""What of an artifact is to be looked at, not only kept: its pictures, its post-mortem, its page.
+
+A capsule, or any artifact, may hold ``pictures/*.png``, ``post-mortem.md`` and ``report.html``. Trackers show the first two in
+their own image and text views, under the same names for every capsule, so that a slider goes from one to the next.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PICTURES, POST_MORTEM, PAGE = "pictures", "post-mortem", "report.html"
+_LARGEST = 4 << 20
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def of(folder: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    """(texts, pictures) of the artifact at `folder`: Markdown by name, and PNG files by names such as
+    ``pictures/gradient-map``. What is too large to show is left out."""
+    texts: dict[str, str] = {}
+    written = folder / f"{POST_MORTEM}.md"
+    if _showable(written):
+        texts[POST_MORTEM] = written.read_text(encoding="utf-8", errors="replace")
+    drawn = {path.stem: path.read_bytes() for path in sorted(folder.glob(f"{PICTURES}/*.png")) if _showable(path)}
+    return texts, {f"{PICTURES}/{name}": data for name, data in drawn.items() if data.startswith(_PNG)}
+
+
+def page(folder: Path) -> Path | None:
+    """The HTML page of the artifact at `folder`, None without one."""
+    found = folder / PAGE
+    return found if _showable(found) else None
+
+
+def _showable(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST
