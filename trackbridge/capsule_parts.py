@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 WINDOW = "window.parquet"
+HISTORY = "history.parquet"
 LAYERS = "layers.parquet"
 HISTOGRAMS = "histograms.parquet"
 RNG = "rng.safetensors"
@@ -46,16 +47,8 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     A series that a step does not have is null; NaN is NaN."""
     import pyarrow as pa
 
-    narrow = list(dict.fromkeys(name for row in rows for name in row.schema.names if not is_wide(name)))
-    table = {"step": pa.array([row.step for row in rows], pa.int64())}
-    table["time"] = pa.array([row.time for row in rows], pa.float64())
-    table["attempt"] = pa.array([row.attempt for row in rows], pa.int64())
+    _write_narrow(folder / WINDOW, rows)
     values = [dict(row.items()) for row in rows]
-    for name in narrow:
-        if name not in _ROW_COLUMNS:
-            table[name] = pa.array([value.get(name) for value in values], pa.float64())
-    _write(folder / WINDOW, table)
-
     keys: list[tuple[int, str, str]] = []
     cells: list[dict[str, float]] = []
     for row, value in zip(rows, values, strict=True):
@@ -76,6 +69,25 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     _write(folder / LAYERS, wide)
 
 
+def write_history(folder: Path, rows: Sequence[Row]) -> None:
+    """``history.parquet``: run-level series of steps before the window, as in ``window.parquet``."""
+    _write_narrow(folder / HISTORY, rows)
+
+
+def _write_narrow(path: Path, rows: Sequence[Row]) -> None:
+    import pyarrow as pa
+
+    narrow = list(dict.fromkeys(name for row in rows for name in row.schema.names if not is_wide(name)))
+    table = {"step": pa.array([row.step for row in rows], pa.int64())}
+    table["time"] = pa.array([row.time for row in rows], pa.float64())
+    table["attempt"] = pa.array([row.attempt for row in rows], pa.int64())
+    values = [dict(row.items()) for row in rows]
+    for name in narrow:
+        if name not in _ROW_COLUMNS:
+            table[name] = pa.array([value.get(name) for value in values], pa.float64())
+    _write(path, table)
+
+
 def read_frame(path: Path) -> pd.DataFrame:
     """A table as pandas shows it best: strings as objects (equal ones are one object), nulls of numbers as NaN."""
     frame: pd.DataFrame = untrusted.read_parquet(path).to_pandas(ignore_metadata=True)
@@ -85,18 +97,22 @@ def read_frame(path: Path) -> pd.DataFrame:
     return frame
 
 
-def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
-    """{step: {series: value}}, wide series included; a null is absent, NaN is NaN."""
-    found: dict[int, dict[str, float]] = {}
-    table = untrusted.read_parquet(window)
-    steps = _integers(table, "step", window)
-    for step in steps:
-        found[step] = {}
+def read_narrow(path: Path) -> dict[int, dict[str, float]]:
+    """{step: {series: value}} of the run-level series in a table; a null is absent, NaN is NaN."""
+    table = untrusted.read_parquet(path)
+    steps = _integers(table, "step", path)
+    found: dict[int, dict[str, float]] = {step: {} for step in steps}
     for name in table.column_names:
         if name not in _ROW_COLUMNS:
-            for step, value in zip(steps, _column(table, name, window), strict=True):
+            for step, value in zip(steps, _column(table, name, path), strict=True):
                 if value is not None:
-                    found[step][name] = _float(value, window)
+                    found[step][name] = _float(value, path)
+    return found
+
+
+def read_series(window: Path, layers: Path) -> dict[int, dict[str, float]]:
+    """{step: {series: value}}, wide series included; a null is absent, NaN is NaN."""
+    found = read_narrow(window)
     table = untrusted.read_parquet(layers)
     steps, families, owners = (_column(table, name, layers) for name in _LAYER_COLUMNS)
     for statistic in table.column_names:

@@ -16,6 +16,7 @@ class Skip(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    rank: int | None = Field(None, ge=0)
     loader: int | None = Field(None, ge=0)
     epoch: int | None = Field(None, ge=0)
     index: int | None = Field(None, ge=0)

@@ -127,9 +127,7 @@ def like(here: Any, recorded: Any) -> Any:
             f"this rank's shard has shape {tuple(own.shape)}, the recorded one {tuple(recorded.shape)}; shard it as then"
         )
     local = recorded.to(own.device, copy=True)
-    return DTensor.from_local(
-        local, here.device_mesh, here.placements, run_check=False, shape=here.shape, stride=here.stride()
-    )
+    return DTensor.from_local(local, here.device_mesh, here.placements, run_check=False, shape=here.shape, stride=here.stride())
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trackbridge.capsule import SpikeCapsule
 
 if TYPE_CHECKING:
+    from trackbridge.replay.norms import GradientNorm
     from trackbridge.replay.rebuilt import Rebuilt
 
 LEAD = 4
@@ -30,7 +31,8 @@ class Trial:
         guilty: the steps whose batches are suspected, ascending.
         start, last: the steps between which the change is to act, both included.
         step: the step under way.
-        acted: how often the change came into play; counted by those that may not.
+        acted: how often the change came into play, where the intervention counts that; None where it does not.
+        norm, on_step: what the caller wants to know of each step.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Trial:
         self.what = ""
         self.acted: int | None = None
         self.skipped: list[int] = []
+        self.norm: GradientNorm | None = None
+        self.on_step: Callable[[int], None] | None = None
         self._intervene, self._value = intervene, value
         self._given_up: dict[int, float] = {}
         self._skip: set[int] = set()
@@ -130,7 +134,8 @@ class Trial:
             handles.append(optimizer.register_step_pre_hook(lambda it, *_: self._run(self._updates, it)))
             handles.append(optimizer.register_step_post_hook(lambda it, *_: self._run(self._restores, it)))
         try:
-            yield
+            with nullcontext() if self.norm is None else self.norm.watching(rebuilt):
+                yield
             for check in self._ends:
                 check()
         finally:
@@ -146,6 +151,8 @@ class Trial:
             self.skipped.append(step)
             yield False
             return
+        scaler = self.rebuilt.scaler
+        scale = scaler.get_scale() if scaler is not None else 1.0
         with ExitStack() as contexts:
             if self.acting:
                 for action in self._before:
@@ -153,6 +160,10 @@ class Trial:
                 for context in self._contexts:
                     contexts.enter_context(context())
             yield True
+        if self.norm is not None:
+            self.norm.close(step, scale)
+        if self.on_step is not None:
+            self.on_step(step)
 
     def _run(self, actions: list[Callable[[Optimizer], None]], optimizer: Optimizer) -> None:
         if self.acting:

@@ -1,0 +1,187 @@
+"""Which checkpoint to go back to after a spike: the newest one that is clean by the record, not merely the newest.
+
+A checkpoint is known from `run.checkpoint_saved`. It is clean if, in the life it was saved in, nothing had begun to go wrong by
+then: no precursor of an anomaly (its onset, its first mover, a drift under way), and no non-finite value that reached the
+weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trackbridge.errors import ReferenceNotFoundError
+from trackbridge.history import find
+from trackbridge.journal import JournalReader
+from trackbridge.names import is_wide
+from trackbridge.records import Anomaly, Params, Row
+from trackbridge.rundir import RunDirectory
+
+RECENT = 10
+"""Non-finite values within this many steps before a checkpoint make it suspect."""
+SETTLED = 16
+"""A lasting new level counts as settled this many steps after it was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of the state after `step` steps, that is before step number `step` of a run counted from 0."""
+
+    path: Path
+    step: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A checkpoint that is not clean; `why` is a clause: it "was saved after ..."."""
+
+    saved: Saved
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Where to go back to. `checkpoint` is the newest clean one, None if there is none; `rejected` are the newer ones, newest
+    first. `anomaly` is what is gone back from, None if the run has none; `precursor` its first sign (series, step)."""
+
+    anomaly: Anomaly | None
+    precursor: tuple[str, int] | None
+    checkpoint: Saved | None
+    rejected: tuple[Rejected, ...] = ()
+
+    def __str__(self) -> str:
+        if self.checkpoint is None:
+            return f"none of the {len(self.rejected)} checkpoints is clean" if self.rejected else "no checkpoint was told of"
+        return f"{self.checkpoint.path} (after {self.checkpoint.step} steps)"
+
+
+def rollback(run: str | Path, *, step: int | None = None) -> Rollback:
+    """The newest checkpoint of `run` (a run directory) that is clean by its record, and why each newer one is not.
+
+    `step` says which anomaly to go back from (its onset, or where it was detected); default: the newest that did not recover,
+    else the most severe. Raises `ReferenceNotFoundError` if there is no such run, or no such anomaly.
+    """
+    life = Life.read(find(run))
+    anomaly = life.subject(step)
+    precursor = None if anomaly is None else life.precursor(anomaly)
+    rejected: list[Rejected] = []
+    for saved in sorted(life.checkpoints, key=lambda s: (s.attempt, s.step), reverse=True):
+        why = life.fault(saved)
+        if why is None:
+            return Rollback(anomaly, precursor, saved, tuple(rejected))
+        rejected.append(Rejected(saved, why))
+    return Rollback(anomaly, precursor, None, tuple(rejected))
+
+
+def saved_checkpoints(directory: RunDirectory) -> list[Saved]:
+    """Every checkpoint that `run.checkpoint_saved` told of, in order; of a path written twice the newer."""
+    return Life.read(directory, rows=False).checkpoints
+
+
+class Life:
+    """What a run's leader wrote down that decides about checkpoints."""
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        self.starts = list(starts)  # first step of each attempt
+        self.checkpoints: list[Saved] = []
+        self.anomalies: list[Anomaly] = []
+        self._bad: dict[tuple[int, int], str] = {}  # (attempt, step): what was not finite and reached the weights
+        self._lost: set[tuple[int, int]] = set()  # steps whose loss was not finite
+
+    @classmethod
+    def read(cls, directory: RunDirectory, *, rows: bool = True) -> Life:
+        attempts = directory.read().attempts
+        life = cls([attempt.start_step for attempt in sorted(attempts, key=lambda a: a.number)])
+        saved: dict[Path, Saved] = {}
+        latest: dict[str, Anomaly] = {}
+        attempt, skipped = 0, 0.0
+        reader = JournalReader(directory.rows(min(directory.ranks(), default=0)), kinds={Row, Params, Anomaly})
+        while records := reader.read(limit=4096):
+            for record in records:
+                if isinstance(record, Row) and record.kind == "step":
+                    attempt = record.attempt
+                    now = record.get("optim/skipped") or 0.0
+                    if rows:
+                        life._note(record, held=now > skipped)
+                    skipped = now
+                elif isinstance(record, Anomaly):
+                    latest[record.id] = record
+                elif isinstance(record, Params) and isinstance(record.values.get("checkpoint"), dict):
+                    told = record.values["checkpoint"]
+                    path = Path(str(told["path"]))
+                    saved.pop(path, None)
+                    saved[path] = Saved(path, int(told["step"]), attempt)
+        life.checkpoints = list(saved.values())
+        life.anomalies = sorted(latest.values(), key=lambda anomaly: (anomaly.onset, anomaly.step))
+        return life
+
+    def _note(self, row: Row, *, held: bool) -> None:
+        if not all(map(math.isfinite, (row.get("train/loss") or 0.0, row.get("param/norm") or 0.0))):
+            self._lost.add((row.attempt, row.step))
+        if held:
+            return  # the update was left out: nothing reached the weights
+        for name, value in row.items():
+            if is_wide(name) or not name.startswith(("train/loss", "grad/", "param/")):
+                continue
+            if not math.isfinite(value) or (name == "grad/nonfinite" and value > 0):
+                self._bad[row.attempt, row.step] = name
+                return
+
+    def subject(self, step: int | None) -> Anomaly | None:
+        """The anomaly to go back from."""
+        if step is not None:
+            found = [anomaly for anomaly in self.anomalies if step in (anomaly.onset, anomaly.step)]
+            if not found:
+                there = ", ".join(str(anomaly.onset) for anomaly in self.anomalies) or "none"
+                raise ReferenceNotFoundError(f"no anomaly at step {step}; there are some at: {there}")
+            return found[-1]
+        lasting = [anomaly for anomaly in self.anomalies if anomaly.recovered_after is None and anomaly.kind != "shift"]
+        if lasting:
+            return lasting[-1]
+        return max(self.anomalies, key=lambda anomaly: (anomaly.severity, anomaly.onset), default=None)
+
+    def precursor(self, anomaly: Anomaly) -> tuple[str, int]:
+        """The first sign of `anomaly`: (series, step). A drift that led into it counts as one."""
+        signs = [(anomaly.series, anomaly.onset), *([anomaly.first_mover] if anomaly.first_mover else []), *anomaly.cascade]
+        first = min(signs, key=lambda sign: sign[1])
+        for drift in self.anomalies:
+            if drift.kind == "drift" and drift.id != anomaly.id and drift.attempt == anomaly.attempt:
+                over = math.inf if drift.recovered_after is None else drift.onset + drift.recovered_after
+                if drift.onset < first[1] <= over:
+                    first = (drift.series, drift.onset)
+        return first
+
+    def fault(self, saved: Saved) -> str | None:
+        """Why `saved` is not clean, None if it is."""
+        if not saved.path.exists():
+            return "is not on this disk"
+        for anomaly in self.anomalies:
+            series, first = self.precursor(anomaly)
+            if saved.step > first and self._led_to(saved, anomaly.attempt, first) and saved.step <= self._over(anomaly):
+                sign = f"after {series} began to move at step {first}"
+                until = "" if anomaly.recovered_after is None else f", over at step {anomaly.onset + anomaly.recovered_after}"
+                return f"was saved {sign}: {anomaly.kind} in {anomaly.series} at step {anomaly.onset}{until}"
+        for step in range(saved.step - 1, saved.step - 1 - RECENT, -1):
+            name = self._bad.get((saved.attempt, step))
+            if name is not None:
+                return f"was saved {saved.step - step} step(s) after {name} was not finite (step {step})"
+        if (saved.attempt, saved.step) in self._lost:
+            return f"gave a loss that was not finite in the very next step ({saved.step})"
+        return None
+
+    def _led_to(self, saved: Saved, attempt: int, step: int) -> bool:
+        """Whether `step` of `attempt` is among the steps that made the state of `saved`."""
+        return attempt <= saved.attempt and all(self._start(later) > step for later in range(attempt + 1, saved.attempt + 1))
+
+    def _start(self, attempt: int) -> int:
+        return self.starts[attempt] if attempt < len(self.starts) else 0
+
+    @staticmethod
+    def _over(anomaly: Anomaly) -> float:
+        """The last step that `anomaly` taints."""
+        if anomaly.recovered_after is not None:
+            return anomaly.onset + anomaly.recovered_after
+        return anomaly.step + SETTLED if anomaly.kind == "shift" else math.inf
