@@ -140,7 +140,7 @@ def test_many_modules_are_thinned_evenly() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_restart_anywhere_gives_the_same_rows(data: st.DataObject) -> None:
-    """From `before` of any row that is not delivered yet, the same rows come again; and cutting up the reading changes nothing."""
+    """From `before` of any row that is not delivered yet, the same rows come again; cutting up the reading changes nothing."""
     records: list[Record] = []
     step, each = 0, data.draw(st.sampled_from([0.01, 0.04, 0.2]))
     for _ in range(data.draw(st.integers(1, 60))):

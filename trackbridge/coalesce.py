@@ -21,7 +21,7 @@ from trackbridge.records import FloatArray, Row
 STEPS, WIDE = 0.35, 0.25
 """Shares of a minute's budget: for the rows of steps (as many again may come from `run.log`), and for wide series."""
 FREE_ROWS, FREE_VALUES, FREE_WIDE = 0.3, 0.2, 0.1
-"""What an attempt may begin with, as shares. With the minute's own shares that stays below the budget, with room for anomalies."""
+"""What an attempt may begin with, as shares. With the minute's own that stays below the budget, with room for anomalies."""
 EXTREMA = ("train/loss", "grad/norm")
 """Series whose smallest and largest values are told; of the ``layers/...`` series the largest."""
 
