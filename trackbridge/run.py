@@ -48,7 +48,7 @@ from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import sealing
 from trackbridge.shipping.cursor import first_free_seq
 from trackbridge.skip import SkipPlan
-from trackbridge.watched import AutoStep, named
+from trackbridge.watched import AutoStep, hyperparameters, named
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ def init(
     resume: Literal["never", "auto", "must"] | None = None,
     tags: Sequence[str] | None = None,
     group: str | None = None,
+    join: bool | None = None,
     **sections: Any,
 ) -> Run:
     """Start a run, or go on with one, and return it.
@@ -80,6 +81,8 @@ def init(
         dir: where runs live; this one in ``dir/<run id>/``.
         id: the run's id; agreed across ranks when None.
         resume: "never" (an existing id is an error), "auto" (go on if it exists) or "must".
+        join: write into the W&B or MLflow run that you have open in this process. By default ours is a companion of it,
+            linked both ways.
         sections: any section or key of the settings, for example ``recorder={"snapshot_every": 50}``.
 
     Raises:
@@ -89,16 +92,28 @@ def init(
     """
     named_settings = {
         "backend": backend, "project": project, "name": name, "dir": dir, "id": id,
-        "resume": resume, "tags": tags, "group": group,
+        "resume": resume, "tags": tags, "group": group, "join": join,
     }  # fmt: skip
     merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
     backends = resolve(merged.backend)
     ranks = Ranks.current()
+    if ranks.leader:
+        backends = _met(backends, join=merged.join)
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a mapping of your hyperparameters, not {type(config).__name__}; try vars(config)")
     directory, info = attempts.begin(merged, ranks, backends, config or {})
     served = resolve(directory.read().backends) if ranks.leader else []
+    for backend_config in backends if ranks.leader else ():
+        backend_config.introduce(info)
     return Run(merged, directory, info, served, dict(config or {}))
+
+
+def _met(backends: Sequence[BackendConfig], *, join: bool) -> list[BackendConfig]:
+    """`backends` in view of runs that the user has open. Raises `ConfigError` when there is none to join."""
+    met = [backend.met(join=join) for backend in backends]
+    if join and met == list(backends):
+        raise ConfigError("join=True, but no W&B or MLflow run is open in this process: start yours before trackbridge.init")
+    return met
 
 
 def _own(name: str, given: Mapping[str, Any]) -> str:
@@ -184,6 +199,7 @@ class Run:
             directory=directory,
             attempt=info.attempt,
             seal=(lambda scribe: sealing(scribe, directory, info, settings.recorder, recorder, contexts)) if recorder else None,
+            world_size=info.world_size,
             strict=settings.strict,
         )
         self._keeper = Keeper(directory, self._scribe.submit)
@@ -272,14 +288,21 @@ class Run:
             self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
             self._pace.begin()
         self._watching = True
+        with Part("describing what is watched", strict=self._settings.strict):
+            self._scribe.submit(Params(-1, time.time(), {"training": hyperparameters(self._models, optimizers)}))
 
-    def batches(self, loader: Iterable[T], *, skip: SkipPlan | None = None, epoch: int | None = None) -> Feed[T]:
+    def batches(
+        self, loader: Iterable[T], *, skip: SkipPlan | str | Path | None = None, epoch: int | None = None
+    ) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
 
-        The order of the batches, their content and every RNG state are those of the bare loop. `skip` names batches that are
-        fetched but not handed out; `epoch` numbers the next pass where the loop knows better (after a resume).
+        The order of the batches, their content and every RNG state are those of the bare loop. `skip`, a plan or its file, names
+        batches that are fetched but not handed out, each once; `epoch` numbers the next pass where the loop knows better than
+        the state of `load_state_dict`.
         """
-        return Feed(loader, self._intake, book=self._book, skip=skip, epoch=epoch, part=self._feeding)
+        plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
+        rank = self._info.rank
+        return Feed(loader, self._intake, book=self._book, skip=plan, epoch=epoch, part=self._feeding, rank=rank)
 
     def micro(
         self,
@@ -485,6 +508,7 @@ class Run:
             "attempt": self._info.attempt,
             "step": self._step,
             "tokens": self._pace.tokens,
+            "epochs": self._book.state(),
             "watch": self._scribe.ask(self._scribe.watch_state),
         }
 
@@ -494,6 +518,7 @@ class Run:
             raise UsageError("this is not a state that run.state_dict() made: it has no 'step'")
         self._step = whole("step", state["step"])
         self._pace.tokens = float(state.get("tokens", 0.0))
+        self._book.resume(state.get("epochs", ()))
         watch, step = state.get("watch"), self._step
         self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
 

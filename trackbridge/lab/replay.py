@@ -34,7 +34,8 @@ class StepReport(Found):
 
 class Divergence(Found):
     """Where the replay first left the record. `series` is the first that differs in the order of computation, `statistic` its
-    last part; `layer` is the parameter (else the module) that changed most at that step, `suspects` are the next ones."""
+    last part; `layer` is the parameter (else the module) that changed most at that step, by the share `change` of its norm;
+    `suspects` are the next ones."""
 
     step: int
     series: str
@@ -44,6 +45,7 @@ class Divergence(Found):
     replayed: float | None
     ulp: float
     suspects: tuple[str, ...] = ()
+    change: float = 0.0
 
     def __str__(self) -> str:
         where = f" (most in {self.layer})" if self.layer else ""

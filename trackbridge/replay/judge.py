@@ -183,17 +183,18 @@ def blame(step: int, recorded: Mapping[str, float], differences: Sequence[Sequen
     return Divergence(
         step=step,
         series=series,
-        layer=suspects[0] if suspects else (bad[0] if bad else None),
+        layer=next(iter(suspects), bad[0] if bad else None),
         statistic=series.rpartition("/")[2].removesuffix(LOCAL),
         recorded=here[series].recorded,
         replayed=here[series].replayed,
         ulp=here[series].ulp,
-        suspects=tuple(suspects[1 : 1 + SUSPECTS]),
+        suspects=tuple(list(suspects)[1 : 1 + SUSPECTS]),
+        change=next(iter(suspects.values()), 0.0),
     )
 
 
-def _suspects(differences: Sequence[Sequence[Difference]], cleared: Sequence[str]) -> list[str]:
-    """Parameters that are not under a cleared module, the most changed first."""
+def _suspects(differences: Sequence[Sequence[Difference]], cleared: Sequence[str]) -> dict[str, float]:
+    """{parameter: share by which its norm changed}, the most changed first, of those that are not under a cleared module."""
     for statistic, steps in (("weight_norm", differences), ("grad_norm", differences[:1])):
         for found in steps:
             changes: dict[str, float] = {}
@@ -203,8 +204,8 @@ def _suspects(differences: Sequence[Sequence[Difference]], cleared: Sequence[str
                     if not any(parameter.startswith(f"{site}.") for site in cleared):
                         changes[parameter] = _relative(d)
             if changes:
-                return sorted(changes, key=lambda parameter: changes[parameter], reverse=True)
-    return []
+                return dict(sorted(changes.items(), key=lambda item: item[1], reverse=True))
+    return {}
 
 
 def _relative(d: Difference) -> float:

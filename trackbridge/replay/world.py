@@ -65,12 +65,14 @@ class World:
             return report
         answers = ranks.gather(report.model_dump_json(), timeout=SECONDS, what="trackbridge.replay.rerun")
         reports = [ReplayReport.model_validate_json(answer) for answer in answers]
-        worst = min(reports, key=lambda each: (_WORST.index(each.verdict), _left_at(each), each.rank))
+        worst = min(reports, key=lambda each: (_WORST.index(each.verdict), *_left_at(each), each.rank))
         return worst.model_copy(update={"verdicts": tuple(each.verdict for each in reports)})
 
 
-def _left_at(report: ReplayReport) -> int:
-    return report.last_step + 1 if report.first_divergence is None else report.first_divergence.step
+def _left_at(report: ReplayReport) -> tuple[int, float]:
+    """The earliest divergence first, and of one step's the largest: a fault of one rank spreads to the others' gradients."""
+    first = report.first_divergence
+    return (report.last_step + 1, 0.0) if first is None else (first.step, -first.change)
 
 
 def _error(rank: int, kind: str, *words: str) -> Exception:

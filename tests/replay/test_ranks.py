@@ -1,0 +1,132 @@
+"""Replays on several ranks: real torchrun over gloo, DDP and FSDP2, one verdict for all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from tests.capsules import adopt
+from tests.replay import ranks_kit
+from trackbridge.capsule import load
+from trackbridge.replay import ReplayReport, rerun
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*words: object, ranks: int = 2) -> str:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launch, "-m", "tests.replay.ranks_kit", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A capsule of two ranks, and the reports of the two ranks that replayed it, by what was changed in it."""
+
+    kind: str
+    path: Path
+    reports: dict[str, list[ReplayReport]]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Recorded by one torchrun; replayed by another, as it is and spoiled."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torchrun("record", request.param, folder)
+    path = folder / request.param / "capsules" / f"spike-{ranks_kit.BAD}"
+    copies = {"plain": path}
+    for name, spoil in (("flipped", flip_a_bit), ("hungry", take_a_batch)):
+        copies[name] = Path(shutil.copytree(path, folder / name / path.name))
+        spoil(copies[name])
+    (folder / "plain").symlink_to(path.parent)
+    out = tmp_path_factory.mktemp("reports")
+    torchrun("replay", request.param, out, *(folder / name / path.name for name in copies))
+    read = ReplayReport.model_validate_json
+    found = {name: [read((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in copies}
+    return Recorded(request.param, path, found)
+
+
+def flip_a_bit(capsule: Path) -> None:
+    """An exponent bit of a weight of rank 1."""
+    name = "rank-0001/state/state.safetensors"
+    arrays = load_file(capsule / name)
+    weight = next(key for key in sorted(arrays) if key.startswith("models/") and key.endswith("3.weight"))
+    arrays[weight].reshape(-1).view(np.uint32)[5] ^= 1 << 26
+    save_file(arrays, capsule / "changed.safetensors")
+    content = (capsule / "changed.safetensors").read_bytes()
+    (capsule / "changed.safetensors").unlink()
+    adopt(capsule, name, content)
+
+
+def take_a_batch(capsule: Path) -> None:
+    """Rank 1 has no batch of step 40."""
+    name = "rank-0001/batches.safetensors"
+    arrays = load_file(capsule / name)
+    with safe_open(capsule / name, framework="np") as file:
+        metadata = {key: value for key, value in file.metadata().items() if not key.startswith("40/")}
+    left = {key: value for key, value in arrays.items() if not key.startswith("40/")}
+    save_file(left, capsule / "less.safetensors", metadata)
+    content = (capsule / "less.safetensors").read_bytes()
+    (capsule / "less.safetensors").unlink()
+    adopt(capsule, name, content)
+
+
+def test_exact_on_both(recorded: Recorded) -> None:
+    capsule = load(recorded.path)
+    assert capsule.tier == "re-execute" and capsule.ranks == (0, 1) and capsule.missing == []
+    assert capsule.restart_step == 36 and capsule.span[1] == ranks_kit.BAD + 4
+    found = recorded.reports["plain"]
+    assert found[0] == found[1], "one report for all"
+    assert found[0].verdict == "exact" and found[0].verdicts == ("exact", "exact"), found[0].to_markdown()
+    assert all(step.compared > 50 and step.rng == "exact" for step in found[0].steps)
+    assert "By rank: exact, exact" in found[0].to_markdown()
+
+
+def test_each_rank_keeps_its_own_batches_states_and_shards(recorded: Recorded) -> None:
+    capsule = load(recorded.path)
+    ids = [{i for micro in capsule.micro_batches(rank)[ranks_kit.BAD] for i in micro.sample_ids or ()} for rank in (0, 1)]
+    assert ids[0] and ids[1] and not ids[0] & ids[1]
+    assert not np.array_equal(capsule.rng(40, rank=0)["torch"], capsule.rng(40, rank=1)["torch"]), "each its own dropout"
+    whole = {name: tuple(value.shape) for name, value in ranks_kit.network().state_dict().items()}
+    states = [capsule.state(rank)["models"][""] for rank in (0, 1)]
+    shapes = [{name.removeprefix("module."): tuple(value.shape) for name, value in state.items()} for state in states]
+    if recorded.kind == "ddp":
+        assert shapes == [whole, whole]
+    else:
+        assert all(shapes[0][name][0] + shapes[1][name][0] == shape[0] for name, shape in whole.items())
+    counts = [record.get("layer/0.weight/weight") for record in capsule.histograms]
+    assert counts and all(each is not None and each.sum() == 24 * 8 for each in counts), "of the whole tensor, not of a shard"
+
+
+def test_another_number_of_ranks_is_incomplete(recorded: Recorded) -> None:
+    report = rerun(load(recorded.path), lambda: pytest.fail("nothing is built"))
+    assert report.verdict == "incomplete"
+    assert "recorded on 2 ranks, this replay runs on 1" in report.reason and "torchrun --nproc-per-node 2" in report.reason
+
+
+def test_a_flipped_bit_on_one_rank_is_seen_by_all(recorded: Recorded) -> None:
+    found = recorded.reports["flipped"]
+    assert found[0] == found[1] and found[0].verdict == "not-reproduced", found[0].to_markdown()
+    divergence = found[0].first_divergence
+    assert divergence is not None and divergence.step == 36
+    assert "not-reproduced" in found[0].verdicts and divergence.layer == "3.weight", found[0].to_markdown()
+
+
+def test_what_one_rank_lacks_stops_all(recorded: Recorded) -> None:
+    """Not a hang in a collective: rank 1 cannot feed step 40, and both say so."""
+    found = recorded.reports["hungry"]
+    assert found[0].verdict == "incomplete" and found[0] == found[1]
+    assert "rank 1: batch 0 of step 40 is not here" in found[0].reason
+    assert found[0].verdicts == ("incomplete", "incomplete")
