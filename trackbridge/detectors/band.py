@@ -42,6 +42,7 @@ from trackbridge.detectors.units import Units, is_global_gradient, is_loss
 _TAIL_CAP = 3.5
 _TAIL_PRIOR = 0.0125  # a new series counts as mildly heavy-tailed until `_TAIL_START` values have spoken
 _TAIL_START = 100
+_FALLING = -1.0  # sigmas below its base at which a loss counts as falling
 _TAIL_OF_SPIKE = 20  # values after an excursion in which no drift begins
 _YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
 
@@ -77,6 +78,7 @@ class BandDetector(SeriesState):
     FIRST: ClassVar[dict[str, float | int | bool]] = {
         "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
         "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
+        "signed": False,
     }  # fmt: skip
     level: FloatArray
     slope: FloatArray
@@ -94,6 +96,7 @@ class BandDetector(SeriesState):
     rest: IntArray  # values since the latest excursion above the band
     drift_onset: IntArray  # step at which the present or latest drift began
     hot: BoolArray  # the latest value was beyond two sigmas
+    signed: BoolArray  # some value was not positive
 
     def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
         super().__init__()
@@ -104,6 +107,7 @@ class BandDetector(SeriesState):
         self.slow_drift = Lean(0.02, 0.002, 0.005, 1000, cfg.slow_drift_threshold)
         self.units = Units((), cfg)
         self.heads: IntArray = np.zeros(0, np.int64)
+        self._is_loss: BoolArray = np.zeros(0, bool)
         self.settled: BoolArray = np.zeros(0, bool)  # of the latest accepted excursion: settled, or out of patience?
 
     def bind(self, series: Sequence[str]) -> None:
@@ -111,6 +115,7 @@ class BandDetector(SeriesState):
         self.units = Units(self.series, self.settings)
         heads = [i for i, name in enumerate(self.series) if is_loss(name) or is_global_gradient(name)]
         self.heads = np.array(heads, np.int64)
+        self._is_loss = np.array([is_loss(name) for name in self.series], bool).reshape(len(self.series))
         self.drift.bind(self.series)
         self.slow_drift.bind([self.series[i] for i in heads])
         self.settled = np.zeros(len(self.series), bool)
@@ -130,7 +135,7 @@ class BandDetector(SeriesState):
         scale = np.minimum(np.maximum(self.steady, own - play), own + play)
         play = tune.calm_band * scale
         expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
-        u = (x - expected) / scale
+        u = units.skewed((x - expected) / scale, scale, expected, self.signed)
         weight = np.maximum(self.tail, tune.tail_free)
         factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
         above, below = self._outside(u, units.bar * factor, ok & (seen >= cfg.warmup))
@@ -144,6 +149,7 @@ class BandDetector(SeriesState):
         self._learn(x, u, ahead, expected, own, scale, learn, young)
         if above.any() or below.any() or self.run.any():
             verdicts += self._excursions(step, x, u, expected, scale, ok, above, below)
+        self.signed |= ok & (x <= 0.0)
         self.rest = np.where(above, 0, self.rest + ok)
         verdicts += self._drifts(step, x, scale, learn, young, factor)
         self.seen = seen + ok
@@ -248,6 +254,8 @@ class BandDetector(SeriesState):
         material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
         # The tail of a spike is no drift.
         eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
+        if self._learning():
+            eligible &= self._is_loss
         widened = np.sqrt(factor)
         under_way = self.drifting()
         begun = self.drift.update(step, x, scale, learn, young, eligible, widened, material)
@@ -268,6 +276,12 @@ class BandDetector(SeriesState):
             base = units.plain(float(lean.base[k]), i)
             verdicts.append(Verdict(i, "drift", step, since, units.plain(float(x[i]), i), base, float(lean.z[k])))
         return verdicts
+
+    def _learning(self) -> bool:
+        """The loss is well below where it was: gradients that grow meanwhile are those of a net that learns."""
+        losses = self._is_loss[self.heads]
+        fast = self.drift.lean[self.heads][losses]
+        return bool((np.minimum(fast, self.slow_drift.lean[losses]) < _FALLING).any())
 
     def drifting(self) -> BoolArray:
         """Series in a drift, shape (n,)."""

@@ -15,6 +15,7 @@ from trackbridge.config import DetectionConfig
 from trackbridge.detectors.base import BoolArray, FloatArray
 
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
+_ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
 _MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
 
@@ -64,6 +65,17 @@ class Units:
             np.maximum(x, _LEAST, out=x, where=self.log)
             np.log(x, out=x, where=self.log)
         return x
+
+    def skewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
+        """`u` sigmas above expectation as a series with noise in proportion to itself means them: ``log(1 + r u) / r``, r being
+        the scale as a share of the level beyond `_ADDITIVE`. Such noise has a long upper side, which is no spike. A small loss is
+        of that kind; one that has been zero or negative (`signed`) is not, and neither is what is judged on its logarithm."""
+        share = scale / np.maximum(expected, 1e-30)
+        if not (share > _ADDITIVE).any():
+            return u
+        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (u > 0)
+        r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
+        return np.where(skew, np.log1p(r * np.maximum(u, 0.0)) / r, u)
 
     def plain(self, judged: float, index: int) -> float:
         """A judged number back in the series' own unit."""

@@ -23,6 +23,7 @@ _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
 _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
 _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _LATE = 10  # steps after an excursion's detection in which its cause may still be seen: weights are measured every ten
+_FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
@@ -347,7 +348,8 @@ class Watch:
         """Series that left their band before the onset and were still, or until just now, outside; and those in a drift."""
         d = self.detector
         outside = (d.last_out >= max(onset - 2, 0)) & (d.onset <= onset) & (d.onset >= onset - self.settings.lookback)
-        drifting = d.drifting() & (d.drift_onset <= onset)
+        near = self._is_head | (d.drift_onset >= onset - _FAR)  # a drift that was told may be as old as it is
+        drifting = d.drifting() & (d.drift_onset <= onset) & near
         since = np.where(drifting, d.drift_onset, d.onset)
         return [(d.series[i], int(since[i]), i) for i in np.flatnonzero(outside | drifting).tolist()]
 
