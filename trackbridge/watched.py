@@ -32,6 +32,37 @@ def named(what: str, given: T | Sequence[T] | Mapping[str, T], kind: type[T]) ->
     return found
 
 
+def hyperparameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """What the watched objects say of themselves, as JSON: the optimizers' classes and options (but the learning rate, which is
+    a series), the models' dropout and how many modules of which class they have. A diagnosis compares it between attempts."""
+    facts: dict[str, Any] = {"optimizer": {}, "model": {}}
+    for key, optimizer in optimizers.items():
+        own: dict[str, Any] = {"class": type(optimizer).__name__}
+        facts["optimizer"][key or "optimizer"] = own
+        for number, group in enumerate(optimizer.param_groups):
+            plain = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and _plain(v)}
+            plain["parameters"] = len(group["params"])
+            own[f"group {number}"] = plain
+    for key, model in models.items():
+        modules = list(model.modules())
+        classes = [type(module).__name__ for module in modules]
+        drops = sorted({float(p) for module in modules if isinstance(p := getattr(module, "p", None), (int, float))})
+        facts["model"][key or "model"] = {
+            "modules": {name: classes.count(name) for name in sorted(set(classes))},
+            "dropout": drops,
+            "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
+    return facts
+
+
+def _plain(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, (tuple, list)) and all(isinstance(item, (bool, int, float, str)) for item in value))
+    )
+
+
 class AutoStep:
     """Closes the step when the last optimizer steps; takes the batch from the model's inputs and the loss from its output.
 

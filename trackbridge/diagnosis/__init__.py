@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
-from trackbridge.diagnosis import data, numerics, optimization  # noqa: F401 - they register their rules
-from trackbridge.diagnosis.registry import RULES, SOLID, Case, rule
+from trackbridge.diagnosis import data, numerics, optimization, registry  # noqa: F401 - they register their rules
+from trackbridge.diagnosis.registry import RULES, SOLID, STRONG, Case, Rule, rule
 from trackbridge.diagnosis.view import View
 from trackbridge.records import Anomaly, Hypothesis, Row, StepContext
 
@@ -18,11 +19,11 @@ def diagnose(anomaly: Anomaly, window: Sequence[Row], contexts: Sequence[StepCon
     """Ranked hypotheses, most likely first. `window` are the rows around the anomaly, from as long before the onset as the
     record has; `contexts` the step contexts with batch identities. Causes without any support are left out, and "unknown"
     ranks above every cause whose evidence is thin. Equal input gives equal output."""
+    registry.load()
     view = View(anomaly, window, contexts)
     weighed: list[tuple[int, Hypothesis]] = []
     for one in RULES.values():
-        case = Case()
-        one.weigh(view, case)
+        case = _case(one, view)
         if case.supports:
             by_weight = [sorted(side, key=lambda pair: -pair[0]) for side in (case.supports, case.opposes)]
             for_, against = (tuple(text for _, text in side) for side in by_weight)
@@ -31,6 +32,21 @@ def diagnose(anomaly: Anomaly, window: Sequence[Row], contexts: Sequence[StepCon
     named = [hypothesis for weight, hypothesis in weighed if weight >= ENOUGH]
     thin = [hypothesis for weight, hypothesis in weighed if 0 < weight < ENOUGH]
     return (*named, _unknown(named, thin), *thin)
+
+
+def _case(one: Rule, view: View) -> Case:
+    """The evidence of one rule. A note that begins with its name is what a monitor saw as it happened."""
+    case = Case()
+    for note in view.anomaly.notes:
+        if note.startswith(f"{one.name}: "):
+            case.add(STRONG, note.removeprefix(f"{one.name}: "))
+    try:
+        one.weigh(view, case)
+    except Exception:
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            raise
+        registry.broken(one.name)
+    return case
 
 
 def _unknown(named: list[Hypothesis], thin: list[Hypothesis]) -> Hypothesis:

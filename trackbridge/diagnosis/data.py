@@ -2,122 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, in_steps, number, numbers
+from trackbridge.diagnosis.view import JUMPED, View, in_steps, is_embedding, number, times
 
-_ODD = 6.0  # sigmas from which a token statistic, or an activation, is called unusual
-_SHAPE = ("entropy", "length", "unique")  # what damaged data changes; "min" and "max" only say that some token is new
-
-
-def unusual(view: View, among: Iterable[str]) -> list[str]:
-    """Token statistics of the onset's batch that stand out from the batches before, in words."""
-    found = []
-    for key in among:
-        z = view.odd(key) if key in view.token_keys else None
-        if z is not None and abs(z) > _ODD:
-            found.append(
-                f"token statistic {key!r} of the batch is {number(abs(z))} sigmas {'above' if z > 0 else 'below'} usual"
-            )
-    return found
+_CALM = 5.0  # sigmas below which an activation is as usual
+_MANY = 0.02  # a share of new tokens from which they could move the loss
 
 
-def new_tokens(view: View) -> list[int]:
-    """The rarest tokens of the onset's batch that lie outside the range of all tokens before."""
-    low, high = view.token_series("min")[0], view.token_series("max")[0]
-    if len(low) < 8 or not len(high):
-        return []
-    rare = {token for micro in view.batch() for token in _rarest(micro.tokens)}
-    return sorted(token for token in rare if not low.min() <= token <= high.max())
+WORDS = {
+    "new": "share of new values", "pairs": "share of new neighbours", "share": "share of the most frequent value",
+    "largest": "largest value", "profile": "distance of the features' means from those of earlier batches",
+    "mean": "mean", "std": "standard deviation", "unique": "count of different values",
+}  # fmt: skip
 
 
-def _rarest(tree: Any) -> Iterable[int]:
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if name == "rarest":
-                yield from (int(token) for token, _ in value)
-            else:
-                yield from _rarest(value)
+def words(step: int, tensor: str, key: str, z: float, onset: int) -> str:
+    what = WORDS.get(key, key)
+    when = "" if step == onset else f", {in_steps(onset - step)} before the onset"
+    side = "above" if z > 0 else "below"
+    return f"{what} of tensor {tensor!r} in the batch of step {step} is {number(abs(z))} sigmas {side} usual{when}"
 
 
-def known(view: View) -> bool:
-    """Statistics of tokens exist for the onset's batch and enough batches before it. In a batch with floats (which have a
-    `nonfinite` count) the integers are labels: of such data nothing is said about tokens."""
-    if "nonfinite" in view.token_keys:
-        return False
-    return any(view.odd(key) is not None for key in ("entropy", "unique") if key in view.token_keys)
+def input_oddities(view: View) -> list[tuple[int, str, str, float]]:
+    """What is unusual about the inputs near the onset. The length alone is no damage: an epoch ends with a short batch."""
+    found = [one for one in view.batches.oddities if one[1] not in view.batches.targets and one[2] != "length"]
+    return [one for one in found if one[2] not in ("new", "pairs", "profile", "ngram")]
+
+
+def target_oddities(view: View) -> list[tuple[int, str, str, float]]:
+    found = [one for one in view.batches.oddities if one[1] in view.batches.targets]
+    return [one for one in found if one[2] not in ("length", "new", "pairs", "profile", "ngram")]
 
 
 def abrupt(view: View, case: Case) -> None:
     """The shape every fault of one batch has: nothing before the onset, everything at it, and it passes."""
     a = view.anomaly
-    if a.first_mover is not None and view.lead == 0:
+    if view.mover is not None and view.lead <= 1:
         case.add(WEAK, "no series left its band before the onset")
-    elif a.first_mover is not None:
-        case.against(SOLID, f"{a.first_mover[0]} moved {in_steps(view.lead)} before the onset; a batch acts at once")
+    elif view.mover is not None:
+        case.against(WEAK, f"{view.mover[0]} moved {in_steps(view.lead)} before the onset; a batch acts at once")
     if view.passed:
         case.add(WEAK, f"back in its band {in_steps(a.recovered_after)} after the onset")
-    elif a.kind in ("shift", "divergence"):
-        case.against(SOLID, "it lasts, and one batch would pass")
-    jump = view.lr_jump
-    if jump is not None and jump[0] > 1.5:
-        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")
+    elif a.kind in ("shift", "divergence", "drift"):
+        case.against(WEAK, "it lasts, and one batch would pass")
+    elsewhere(view, case)
+
+
+def elsewhere(view: View, case: Case) -> None:
+    """What speaks against every cause in the data: something else is known to have changed."""
+    if view.lr_jumped and view.lr_jump is not None:
+        case.against(SOLID, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}")
+    if view.resumed and any(note.startswith("changed: ") for note in view.anomaly.notes):
+        case.against(SOLID, "the run was resumed with something changed shortly before")
+    elif view.since_resume is not None and view.since_resume <= 1:
+        case.against(SOLID, f"it began {in_steps(view.since_resume)} after the run was resumed")
 
 
 @rule("corrupt-batch", intervention="skip-batch")
 def corrupt_batch(view: View, case: Case) -> None:
-    bad = int(sum(sum(numbers(micro.tokens, "nonfinite")) for micro in view.batch()))
+    bad, at = view.batches.nonfinite()
     if bad:
-        case.add(STRONG, f"the batch of step {view.onset} holds {bad} non-finite values")
-    shape = unusual(view, _SHAPE)
-    for text in shape:
-        case.add(SOLID, text)
-    for text in unusual(view, ("min", "max")):
-        case.add(WEAK, text)
-    if known(view) and not shape and not bad:
-        case.against(SOLID, "length, unique count and entropy of the batch's tokens are as usual")
-    abrupt(view, case)
-
-
-@rule("rare-token", intervention="skip-batch")
-def rare_token(view: View, case: Case) -> None:
-    new = new_tokens(view)
-    if new:
-        case.add(SOLID, f"tokens {', '.join(map(str, new[:5]))} of the batch are outside the range of all batches before")
-    layers = {name: z for name in view.family("layer/", "/grad_norm") if (z := view.rise(name)) is not None}
-    if layers:
-        worst = max(layers, key=lambda name: layers[name])
-        if is_embedding(worst) and layers[worst] > 3:
-            case.add(SOLID, f"the largest rise of a gradient is in the embedding: {worst}, {number(layers[worst])} times")
-    shape = unusual(view, _SHAPE)
-    if new and not shape:
-        case.add(WEAK, "otherwise the batch's tokens are distributed as usual")
-    for text in shape:
-        case.against(SOLID, f"more than rare tokens: {text}")
+        case.add(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
+    odd = input_oddities(view)
+    share, _ = view.batches.new_tokens()
+    few_new = share > _MANY and not any(key in ("unique", "entropy") and z > 0 for _, _, key, z in odd)
+    for one in odd[:3]:
+        case.add(WEAK if few_new else SOLID, words(*one, view.onset))
+    if odd and not few_new:
+        first = view.first_jump
+        if first is not None and first[0] == 0:
+            case.add(WEAK, f"the first module saw it: {first[1]} jumped {number(first[2])} sigmas")
+    if few_new:
+        case.against(WEAK, "new tokens, but not the mixture of a foreign file")
+    if view.batches.known and not odd and not bad:
+        case.against(STRONG, "the inputs' statistics are as usual")
+    stays = inputs_shifted(view)
+    if odd and stays and not view.passed:
+        case.against(STRONG, f"the batches after it are like it: {stays}")
     if case.supports:
         abrupt(view, case)
 
 
+@rule("rare-token", intervention="skip-batch")
+def rare_token(view: View, case: Case) -> None:
+    share, at = view.batches.new_tokens()
+    new = ranges(view)
+    if share > _MANY:
+        case.add(STRONG, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before")
+    elif share > 0:
+        case.add(WEAK, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before")
+    elif new:
+        case.add(SOLID, f"tokens {', '.join(map(str, new[:5]))} of the batch are outside the range of all batches before")
+    if not case.supports:
+        return
+    rises = {name: z for name in view.family("layer/", "/grad_norm") if (z := view.rise(name)) is not None}
+    worst = max(rises, key=lambda name: rises[name], default="")
+    if worst and is_embedding(worst) and rises[worst] > 3:
+        case.add(SOLID, f"the largest rise of a gradient is in the embedding: {worst}, {times(rises[worst])}")
+    garbage = [one for one in input_oddities(view) if one[2] in ("unique", "entropy") and one[3] > 0]
+    for one in garbage:
+        case.against(STRONG if share > _MANY else SOLID, f"more than rare tokens: {words(*one, view.onset)}")
+    if not garbage:
+        case.add(WEAK, "not more kinds of tokens than usual")
+    abrupt(view, case)
+
+
+def ranges(view: View) -> list[int]:
+    """The rarest tokens of the onset's batch that lie outside the range of all tokens before; for records without batches."""
+    found: set[int] = set()
+    for tensor in view.batches.tensors:
+        low = view.batches.step_values(tensor, "min", 0, view.onset - 1)
+        high = view.batches.step_values(tensor, "max", 0, view.onset - 1)
+        if len(low) < 8 or view.batches.is_float(tensor) or tensor in view.batches.targets[:1] != view.batches.tensors[:1]:
+            continue
+        for micro in view.batch():
+            statistics = micro.tokens.get(tensor)
+            rarest = statistics.get("rarest", ()) if isinstance(statistics, dict) else ()
+            found |= {int(token) for token, _ in rarest if not low.min() <= token <= high.max()}
+    return sorted(found)
+
+
 @rule("label-fault", intervention="skip-batch")
 def label_fault(view: View, case: Case) -> None:
-    act = view.worst_activation
-    if act is None or view.anomaly.kind == "nonfinite" or not view.anomaly.series.startswith("train/loss"):
+    inputs, targets = input_oddities(view), target_oddities(view)
+    if targets and not inputs:
+        case.add(STRONG, words(*targets[0], view.onset))
+        case.add(WEAK, "the inputs of the same batch are as usual")
+    act, loss = view.moved_activation, view.loss_jump
+    if act is not None and loss is not None and loss > JUMPED and view.anomaly.kind != "nonfinite":
+        if act[1] < _CALM:
+            case.add(SOLID, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual (largest change: "
+                            f"{act[0]}, {number(act[1])} sigmas): the targets changed, not the inputs or the weights")  # fmt: skip
+            if act[1] < loss / JUMPED:
+                case.add(WEAK, "and by far")
+        elif act[1] > 2 * JUMPED:
+            case.against(STRONG, f"{act[0]} moved {number(act[1])} sigmas: the inputs or the weights changed")
+        else:
+            case.against(SOLID, f"{act[0]} moved {number(act[1])} sigmas")
+    if not case.supports:
         return
-    if act[1] < 5:
-        case.add(SOLID, f"activations are as usual (largest jump: {act[0]}, {number(act[1])} sigmas) while the loss is not: "
-                        "the targets changed, not the inputs")  # fmt: skip
-    else:
-        case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas: the inputs or the weights changed")
-    if known(view):
-        odd = unusual(view, (*_SHAPE, "min", "max"))
-        if not odd:
-            case.add(WEAK, "the batch's tokens are as usual")
-        for text in odd:
-            case.against(SOLID, text)
+    if view.batches.known and not inputs:
+        case.add(WEAK, "the inputs' statistics are as usual")
+    for one in inputs[:2]:
+        case.against(SOLID, words(*one, view.onset))
+    if view.batches.new_tokens()[0] > _MANY:
+        case.against(STRONG, "the inputs hold new tokens")
+    shifted = inputs_shifted(view)
+    if shifted and view.lasts:
+        case.against(SOLID, f"the inputs stay different: {shifted}")
     if fingerprints(view)[1]:
         case.against(SOLID, "batches near the onset were used twice")
+    if view.grown_weights:
+        case.against(SOLID, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
     abrupt(view, case)
 
 
@@ -127,6 +163,8 @@ def repeated_batch(view: View, case: Case) -> None:
     if repeats:
         step, earlier = repeats[-1]
         case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby")
+        if len(repeats) >= 4:
+            case.add(SOLID, "again and again")
     elif seen:
         case.against(SOLID, f"{seen} different batches before the anomaly, none twice")
 
@@ -141,53 +179,45 @@ def fingerprints(view: View) -> tuple[int, list[tuple[int, int]]]:
             break
         for micro in context.micro:
             earlier = seen.setdefault(micro.fingerprint, context.step) if micro.fingerprint else context.step
-            if 0 < context.step - earlier <= 50 and abs(context.step - view.onset) <= 30:
+            if 0 < context.step - earlier <= 50 and abs(context.step - view.onset) <= 50:
                 repeats.append((context.step, earlier))
     return len(seen), repeats
 
 
+def inputs_shifted(view: View) -> str:
+    """In words, the input statistic that differs most from the onset to the end of the window, "" if none does."""
+    last = view.rows[-1].step if view.rows else view.onset
+    found = [one for one in view.batches.shifted(view.onset, last) if one[0] not in view.batches.targets]
+    later = {one[:2] for one in view.batches.shifted(min(view.onset + 3, last - 2), last)}
+    kept = [one for one in found if one[:2] in later]
+    if not kept:
+        return ""
+    tensor, key, z = kept[0]
+    side = "above" if z > 0 else "below"
+    return f"{WORDS.get(key, key)} of tensor {tensor!r} has stayed {number(abs(z))} standard errors {side} usual"
+
+
 @rule("data-regime-change", intervention="rerun")
 def data_regime_change(view: View, case: Case) -> None:
-    a = view.anomaly
-    if a.kind != "shift" and (a.kind != "spike" or view.passed):
+    lasts = view.lasts if view.anomaly.kind not in ("shift", "divergence") else True
+    if not lasts or view.anomaly.kind == "nonfinite":
         return
-    for key in _SHAPE:
-        before, _, after = view.token_series(key)
-        if len(before) >= 8 and len(after) >= 4:
-            z = (float(_median(after)) - float(_median(before))) / max(
-                1.4826 * _spread(before), 0.01 * abs(_median(before)), 1e-9
-            )
-            if abs(z) > 3:
-                case.add(
-                    SOLID, f"token statistic {key!r} has stayed {number(abs(z))} sigmas {'above' if z > 0 else 'below'} usual"
-                )
-    if a.kind == "shift":
-        case.add(WEAK, "the loss settled at a new level")
-    act = view.worst_activation
+    case.add(
+        SOLID, "the loss stays at a new level" if view.lasts is not True else "the loss does not come back within the window"
+    )
+    shifted = inputs_shifted(view)
+    if shifted:
+        case.add(SOLID, shifted)
+    act = view.moved_activation
     if act is not None:
-        if act[1] < 10:
-            case.add(WEAK, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas): the weights are as they were")
-        else:
-            case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas")
-    if a.first_mover is not None and view.lead == 0:
-        case.add(WEAK, "no series left its band before the onset")
-    elif view.lead:
-        case.against(SOLID, f"something moved {in_steps(view.lead)} before the onset")
-    jump = view.lr_jump
-    if jump is not None and jump[0] > 1.5:
-        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")
-
-
-def _median(values: Any) -> float:
-    ordered = sorted(values)
-    return float(ordered[len(ordered) // 2])
-
-
-def _spread(values: Any) -> float:
-    middle = _median(values)
-    return _median([abs(value - middle) for value in values])
-
-
-def is_embedding(name: str) -> bool:
-    """By name: token embeddings as the common models call them."""
-    return any(part in name.lower() for part in ("embed", "wte", "tok_emb", "word_emb"))
+        if act[1] > 10 * JUMPED:
+            case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas, more than other data would do")
+        elif act[1] > _CALM:
+            case.add(SOLID, f"activations changed in the same step ({act[0]}, {number(act[1])} sigmas): other inputs")
+        elif act[1] < _CALM and not shifted:
+            case.against(WEAK, "activations are as usual: the inputs did not change")
+    if view.lead > 1:
+        case.against(WEAK, f"something moved {in_steps(view.lead)} before the onset")
+    if view.grown_weights:
+        case.against(SOLID, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
+    elsewhere(view, case)

@@ -2,109 +2,211 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
-from trackbridge.diagnosis.data import is_embedding, known, unusual
+from trackbridge.diagnosis import trends
+from trackbridge.diagnosis.data import input_oddities
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, in_steps, number
+from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_attention, is_embedding, is_head, number, times
 
 FP16_MAX = 65504.0
-_ATTENTION = re.compile(
-    r"(^|[._/])(q|k|wq|wk|qkv|query|key|c_attn|q_proj|k_proj|in_proj\w*|attn|attention|self_attn)([._/]|$)", re.IGNORECASE
-)
+_GROWN = 1.6  # of an activation over some 50 steps
+_ALONE = 3.0  # times the change of any other layer: what an update does to all is no damage to one
 
 
 @rule("fp16-overflow", intervention="full-precision")
 def fp16_overflow(view: View, case: Case) -> None:
-    scales, before = view.near("train/loss_scale", 3), view.before("train/loss_scale", 1)
+    scales, before = view.near("train/loss_scale", 10), view.before("train/loss_scale", 1)
     if not len(scales):
         return
     if len(before) and scales.min() < 0.9 * before[0]:
         case.add(SOLID, f"train/loss_scale fell from {number(before[0])} to {number(float(scales.min()))} at the onset")
-    skipped, earlier = view.near("optim/skipped", 3), view.before("optim/skipped", 1)
+    skipped, earlier = view.near("optim/skipped", 10), view.before("optim/skipped", 1)
     if len(skipped) and len(earlier) and skipped.max() > earlier[0]:
-        case.add(SOLID, f"the scaler skipped {int(skipped.max() - earlier[0])} updates at the onset")
+        count = int(skipped.max() - earlier[0])
+        case.add(SOLID if count < 4 else STRONG, f"the scaler skipped {count} updates from the onset on")
     large = [(float(v.max()), name) for name in view.family("act/", "/max")
              if len(v := np.append(view.before(name, 4), view.near(name, 0))) and np.isfinite(v).all()]  # fmt: skip
     if large and max(large)[0] > FP16_MAX / 4:
         case.add(SOLID, f"{max(large)[1]} is {number(max(large)[0])}; fp16 ends at 65504")
     if view.anomaly.kind == "nonfinite" and case.supports:
         case.add(WEAK, "non-finite values under a loss scaler")
+    bad, at = view.batches.nonfinite()
+    if bad:
+        case.against(STRONG + WEAK, f"the batch of step {at} itself holds {bad} non-finite values")
 
 
 @rule("activation-outliers", intervention="lower-lr=0.5")
 def activation_outliers(view: View, case: Case) -> None:
-    mover = view.anomaly.first_mover
-    if mover is not None and mover[0].endswith("/kurtosis") and view.lead >= 2 and not is_embedding(mover[0]):
-        case.add(STRONG, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
-    grown = [
-        (ratio, name) for tail in ("/kurtosis", "/max") for name in view.family("act/", tail)
-        if (ratio := view.growth(name)) is not None and ratio > 2 and not is_embedding(name)
-        and (tail == "/max" or float(np.median(view.before(name)[-8:])) > 5)
-    ]  # fmt: skip
+    if view.mover is not None and view.mover[0].endswith("/kurtosis") and view.lead >= 2 and not is_embedding(view.mover[0]):
+        case.add(SOLID, f"{view.mover[0]} left its band {in_steps(view.lead)} before the onset")
+    grown = view.grown([n for t in ("/kurtosis", "/max") for n in view.family("act/", t) if not is_embedding(n)], _GROWN)
     if grown:
-        ratio, name = max(grown)
-        case.add(SOLID, f"{name} had grown {number(ratio)} times before the onset ({len(grown)} activation statistics grew)")
-    elif case.supports:
-        case.against(WEAK, "no activation had grown over the window")
+        factor, name = grown[0]
+        case.add(
+            STRONG if factor > 3 else SOLID,
+            f"{name} had grown {times(factor)} before the onset ({len(grown)} activation statistics grew)",
+        )
+        peaked = [n for _, n in grown if n.endswith("/kurtosis")]
+        if peaked:
+            case.add(WEAK, f"few elements made it: {peaked[0]} grew too")
+    if not case.supports:
+        return
+    _not_elsewhere(view, case, hidden=True)
+
+
+def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
+    """Growth that began in a part with its own hypothesis speaks against the general one."""
+    first = next(
+        (
+            site
+            for site in view.sites
+            if (view.growth(f"act/{site}/rms") or 0) > 1.3 or (view.growth(f"act/{site}/max") or 0) > _GROWN
+        ),
+        None,
+    )
+    if hidden and first is not None and is_embedding(first):
+        case.against(STRONG, f"the growth begins in {first}")
+    own = [name for _, name in view.grown_weights]
+    for part, test in (("attention", is_attention), ("the embedding or the head", lambda n: is_embedding(n) or is_head(n))):
+        if own and test(own[0]):
+            case.against(STRONG, f"the weight that grew most is one of {part}: {own[0]}")
+    names = view.family("layer/", "/weight_norm")
+    if len(own) > max(3, len(names) // 3):
+        case.against(SOLID, f"{len(own)} of {len(names)} weights had grown together")
 
 
 @rule("attention-logit-growth", intervention="lower-lr=0.5")
 def attention_logit_growth(view: View, case: Case) -> None:
-    for tail, weight in (("/weight_norm", SOLID), ("/grad_norm", WEAK)):
-        names = view.family("layer/", tail)
-        ratios = {name: ratio for name in names if (ratio := view.growth(name)) is not None}
-        ours = {name: ratio for name, ratio in ratios.items() if _ATTENTION.search(name)}
-        if ours and len(ratios) > len(ours):
-            worst = max(ours, key=lambda name: ours[name])
-            others = float(np.median([ratio for name, ratio in ratios.items() if name not in ours]))
-            if ours[worst] > 1.3 * max(others, 1.0):
-                case.add(
-                    weight, f"{worst} had grown {number(ours[worst])} times before the onset, other layers {number(others)}"
-                )
-    mover = view.anomaly.first_mover
-    if mover is not None and view.lead >= 2 and _ATTENTION.search(mover[0]):
-        case.add(SOLID, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+    grown = [(factor, name) for factor, name in view.grown_weights if is_attention(name)]
+    if grown:
+        factor, name = grown[0]
+        case.add(
+            STRONG if grown[0] == view.grown_weights[0] else SOLID,
+            f"{name} had grown {times(factor)} before the onset, more than other layers",
+        )
+        if len(grown) > 1:
+            case.add(WEAK, f"so had {grown[1][1]}, {times(grown[1][0])}")
+    mover = view.mover
+    if mover is not None and view.lead >= 2 and is_attention(mover[0]):
+        case.add(SOLID if grown else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
 
 
 @rule("embedding-instability", intervention="lower-lr=0.5")
 def embedding_instability(view: View, case: Case) -> None:
-    for name in [*view.family("layer/", "/weight_norm"), *view.family("act/", "/rms")]:
-        ratio = view.growth(name)
-        if (is_embedding(name) or "head" in name.lower()) and ratio is not None and ratio > 1.3:
-            case.add(SOLID, f"{name} had grown {number(ratio)} times before the onset")
-    mover = view.anomaly.first_mover
-    if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or "head" in mover[0].lower()):
-        case.add(SOLID, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+    weights = [(factor, name) for factor, name in view.grown_weights if is_embedding(name) or is_head(name)]
+    if weights:
+        factor, name = weights[0]
+        case.add(
+            STRONG if weights[0] == view.grown_weights[0] else SOLID,
+            f"{name} had grown {times(factor)} before the onset, more than other layers",
+        )
+    sites = view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t) if is_embedding(n) or is_head(n)], 1.3)
+    if sites and (weights or is_embedding(sites[0][1])):
+        case.add(SOLID, f"{sites[0][1]} had grown {times(sites[0][0])} before the onset")
+    mover = view.mover
+    if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or is_head(mover[0])):
+        case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+    if case.supports and input_oddities(view):
+        case.against(SOLID, "the batch of the onset is unusual itself")
 
 
 @rule("hardware-fault", intervention="rerun")
 def hardware_fault(view: View, case: Case) -> None:
-    """Weights that change from one step to the next, with nothing in the record that could have done it. Activations jump for
-    many reasons: alone they are thin evidence."""
-    act = view.worst_activation
-    moved = {name: ratio for name in view.family("layer/", "/weight_norm") if (ratio := view.step_change(name)) is not None}
-    far = {name: ratio for name, ratio in moved.items() if ratio > 1.2 * float(np.median(list(moved.values())))}
-    if len(far) == 1:
-        name, ratio = next(iter(far.items()))
-        case.add(SOLID, f"{name} changed {number(ratio)} times across the onset, alone among the layers")
-    if act is not None and act[1] > 20 and not is_embedding(act[0]):
-        jumped = f"{act[0]} jumped {number(act[1])} sigmas from one step to the next"
-        case.add(SOLID if case.supports else WEAK, jumped)
-    elif act is not None and act[1] < 5:
-        case.against(SOLID, f"no activation jumped (largest: {act[0]}, {number(act[1])} sigmas)")
+    """A number that changed by itself: between two steps, with an ordinary batch, no unusual update and nothing growing before."""
+    first = view.first_jump
+    if first is not None and not view.lead > 2:
+        place, name, z = first
+        if z > 2 * JUMPED:
+            case.add(SOLID, f"{name} jumped {number(z)} sigmas in one step")
+            if place > 0:
+                site, _, before = view.jumps[place - 1]
+                case.add(SOLID, f"it began there: the module before it ({site}) is as usual ({number(before)} sigmas)")
+    changed = _changed_weight(view)
+    if changed is not None:
+        name, factor, sigmas = changed
+        case.add(STRONG, f"{name} changed {times(factor)} in between ({number(sigmas)} sigmas), other weights did not")
+    gradient = _lone_gradient(view)
+    if gradient is not None and first is None:
+        case.add(
+            STRONG, f"{gradient[0]} jumped {number(gradient[1])} sigmas alone; activations, loss and other gradients did not"
+        )
     if not case.supports:
         return
-    if known(view):
-        odd = unusual(view, view.token_keys)
-        if odd:
-            case.against(SOLID, f"the batch is unusual: {odd[0]}")
-        else:
-            case.add(WEAK, "the batch's tokens are as usual")
-    if view.lead > 0:
-        case.against(SOLID, f"something moved {in_steps(view.lead)} before the onset")
-    jump = view.lr_jump
-    if jump is not None and jump[0] > 1.5:
-        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}")
+    if view.batches.known and not input_oddities(view):
+        case.add(WEAK, "the inputs' statistics are as usual")
+    for one in input_oddities(view)[:1]:
+        case.against(STRONG, f"the batch is unusual: {one[2]} of tensor {one[1]!r}, {number(abs(one[3]))} sigmas")
+    bad, at = view.batches.nonfinite()
+    if bad:
+        case.against(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
+    if view.batches.new_tokens()[0] > 0.02:
+        case.against(STRONG, "many tokens of the batch are new")
+    grown = view.grown_weights or view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t)], _GROWN)
+    if grown:
+        case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])} before")
+    if view.lr_jumped and view.lr_jump is not None:
+        case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}")
+    if view.since_resume is not None and view.since_resume <= 1:
+        case.against(SOLID, "the run was resumed in that step: the code may have changed")
+    scales, before_scale = view.near("train/loss_scale", 10), view.before("train/loss_scale", 1)
+    if len(scales) and len(before_scale) and scales.min() < 0.9 * before_scale[0]:
+        case.against(SOLID, "the loss scale fell: half precision explains it")
+    if (
+        changed is None
+        and first is not None
+        and view.anomaly.kind != "nonfinite"
+        and view.lasts
+        and _weights_measured(view)
+        and _still_out(view)
+    ):
+        case.against(STRONG, "the activations stay different while the weights are as they were: no bit flips for so long")
+
+
+def _still_out(view: View) -> bool:
+    """The series that jumped first is still out some steps later."""
+    if view.first_jump is None:
+        return False
+    name = view.first_jump[1]
+    shift = 3.0 if name.endswith("/kurtosis") else 0.0
+    z = trends.jump(view.before(name, 100) + shift, view.near(name, LATER)[-3:] + shift)
+    return z is not None and z > JUMPED
+
+
+def _weights_measured(view: View) -> bool:
+    return any(len(view.near(name, 10)) for name in view.family("layer/", "/weight_norm")[:1])
+
+
+def _changed_weight(view: View) -> tuple[str, float, float] | None:
+    """(series, factor, sigmas) of a weight norm that changed between two measurements around the onset while those of most
+    layers did not change unusually."""
+    found = {}
+    for name in view.family("layer/", "/weight_norm"):
+        steps, values = view.series(name)
+        change = trends.step_change(steps, values, view.onset, 10)
+        if change is not None:
+            found[name] = change
+    if len(found) < 2:
+        return None
+    ordered = sorted(found, key=lambda name: abs(np.log(found[name][0])), reverse=True)
+    factor, sigmas = found[ordered[0]]
+    if factor > 1.1 and sigmas > 2 * JUMPED and np.log(factor) > _ALONE * abs(np.log(found[ordered[1]][0])):
+        return ordered[0], factor, sigmas
+    return None
+
+
+def _lone_gradient(view: View) -> tuple[str, float] | None:
+    """(series, sigmas) of the only layer whose gradient jumped at the onset, or at the step before it."""
+    for step in (0, 1):
+        found: dict[str, float] = {}
+        for name in view.family("layer/", "/grad_norm"):
+            steps, values = view.series(name)
+            z = trends.jump(view.before(name, 100)[: -step or None], values[steps == view.onset - step])
+            if z is not None:
+                found[name] = z
+        ordered = sorted(found, key=lambda name: found[name], reverse=True)
+        if len(ordered) < 2 or found[ordered[0]] < 2 * JUMPED or found[ordered[1]] > JUMPED / 2:
+            continue
+        if step or (view.loss_jump or 0.0) < JUMPED:
+            return ordered[0], found[ordered[0]]
+    return None

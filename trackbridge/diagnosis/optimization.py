@@ -1,11 +1,13 @@
-"""Causes in the optimization: learning rate, exploding gradients, optimizer state."""
+"""Causes in the optimization: learning rate, exploding gradients, optimizer state, configuration."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import View, in_steps, number
+from trackbridge.diagnosis.view import View, in_steps, number, times
+
+_FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
 
 
 @rule("lr-discontinuity", intervention="lower-lr=0.5")
@@ -17,76 +19,115 @@ def lr_discontinuity(view: View, case: Case) -> None:
     if factor <= 1.5:
         case.against(SOLID, "train/lr is smooth around the onset")
         return
-    case.add(STRONG, f"train/lr rose {number(factor)} times at step {step}, {in_steps(view.onset - step)} before the onset")
+    case.add(STRONG, f"train/lr rose {times(factor)} at step {step}, {in_steps(view.onset - step)} before the onset")
+    before = view.series("train/lr")[1][view.series("train/lr")[0] < step]
+    if len(before) and factor * before[-1] > 1.2 * before.max():
+        case.add(SOLID, "to more than it had ever been")
     moved = view.rise("optim/update_ratio", 10)
     if moved is not None and moved > 1.5:
-        case.add(WEAK, f"optim/update_ratio rose {number(moved)} times")
+        case.add(WEAK, f"optim/update_ratio rose {times(moved)}")
 
 
 @rule("gradient-explosion", intervention="clip=1.0")
 def gradient_explosion(view: View, case: Case) -> None:
     steps, values = view.series("grad/norm")
-    ok = np.isfinite(values) & (steps <= view.onset + 8)
+    last = view.rows[-1].step if view.rows else view.onset
+    ok = np.isfinite(values) & (steps <= last)
     values = values[ok]
     before = view.before("grad/norm", 100)
     if len(before) < 8 or not len(values):
         return
-    calm = float(np.median(before))
-    peak = int(np.argmax(values))
+    calm = float(np.median(before[: max(len(before) - 24, 8)]))
+    top = float(values.max())
+    peak = int(np.argmax(values >= 0.5 * top))  # the first value that is nearly the largest
     climb = peak
-    while climb > 0 and values[climb - 1] < values[climb]:
+    while climb > 0 and values[max(climb - 3, 0) : climb].min() < 0.9 * values[climb] and values[climb] > 1.5 * calm:
         climb -= 1
     length, factor = peak - climb, float(values[peak] / max(values[climb], 1e-30))
-    if length >= 3 and factor > 5:
-        case.add(SOLID, f"grad/norm rose {number(factor)} times over {length} steps without a pause")
-    if values[peak] > 10 * calm:
-        case.add(WEAK, f"grad/norm reached {number(values[peak])}, {number(values[peak] / calm)} times its median before")
-    elif case.supports == []:
+    if length >= 4 and factor > 5:
+        case.add(SOLID, f"grad/norm rose {times(factor)} over {length} steps")
+    _clipping(view, case)
+    if top > 10 * calm and (case.supports or length >= 3):
+        case.add(WEAK, f"grad/norm reached {number(top)}, {times(top / calm)} its median before")
+    if not case.supports:
         return
-    _clipping(view, case, float(values[peak]))
-    if view.anomaly.recovered_after is None:
+    rises = [f for name in view.family("layer/", "/grad_norm") if (f := view.growth(name)) is not None]
+    if len(rises) >= 4 and float(np.median(rises)) > 2.5:
+        case.add(SOLID, f"the gradients of most layers had grown together (median {times(float(np.median(rises)))}) before")
+    if view.lasts or (view.anomaly.recovered_after is None and view.anomaly.kind == "nonfinite"):
         case.add(WEAK, "it did not recover")
-    else:
+    elif view.passed:
         case.against(SOLID, f"it recovered by itself after {in_steps(view.anomaly.recovered_after)}")
-    jump = view.lr_jump
-    if jump is not None and jump[0] > 1.5:
-        case.against(SOLID, f"train/lr rose {number(jump[0])} times at step {jump[1]}, before the gradient did")
+    if view.lr_jumped and view.lr_jump is not None:
+        case.against(SOLID, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, before the gradient did")
+    only = view.grown_weights
+    if only and len(only) <= max(3, len(view.family("layer/", "/weight_norm")) // 6):
+        case.against(SOLID, f"few weights had grown: {only[0][1]} {times(only[0][0])}")
 
 
-def _clipping(view: View, case: Case, peak: float) -> None:
-    """Whether clipping held the gradient. Where grad/norm is never another number than grad/norm_clipped, it is the optimizer's
-    own too, and says nothing about clipping."""
-    both = [(row.get("grad/norm"), row.get("grad/norm_clipped")) for row in view.rows]
-    if not any(raw is not None and used is not None and used < raw for raw, used in both):
+def _clipping(view: View, case: Case) -> None:
+    """Whether clipping held the gradient before and at the onset. Where grad/norm is never another number than
+    grad/norm_clipped, it is the optimizer's own too, and says nothing about clipping."""
+    both = [(row.step, raw, used) for row in view.rows
+            if (raw := row.get("grad/norm")) is not None and (used := row.get("grad/norm_clipped")) is not None]  # fmt: skip
+    held = [(step, used) for step, raw, used in both if used < 0.99 * raw]
+    if not held:
         case.against(0, "clipping is not recorded")
         return
-    clipped = view.near("grad/norm_clipped", 8)
-    clipped = clipped[np.isfinite(clipped)]
-    if len(clipped) and clipped.max() < 0.5 * peak:
-        case.against(WEAK, f"clipping held the applied norm at {number(float(clipped.max()))}")
-    elif len(clipped):
-        case.add(WEAK, f"clipping did not hold it: the applied norm reached {number(float(clipped.max()))}")
+    bound = float(np.median([used for _, used in held]))
+    free = [(step, raw) for step, raw, used in both if step >= view.onset - 8 and used > 1.5 * bound]
+    if free and not any(step > free[0][0] for step, _ in held):
+        case.add(
+            STRONG, f"clipping held the gradient at {number(bound)} until step {held[-1][0]}, and not from step {free[0][0]} on"
+        )
+    elif free:
+        case.add(WEAK, f"clipping did not hold it: the applied norm reached {number(max(raw for _, raw in free))}")
+    else:
+        case.against(WEAK, f"clipping held the applied norm at {number(bound)}")
 
 
 @rule("optimizer-state-lost", intervention="reset-momentum")
 def optimizer_state_lost(view: View, case: Case) -> None:
-    for name in ("optim/exp_avg_norm", "optim/exp_avg_sq_norm"):
-        steps, values = view.series(name)
-        near = np.flatnonzero((steps >= view.onset - 30) & (steps <= view.anomaly.step + 10))
-        near = near[near > 0]
-        if not len(near):
-            continue
-        ratio = values[near] / np.maximum(values[near - 1], 1e-30)
-        low = int(np.argmin(ratio))
-        limit = 0.3 if name.endswith("sq_norm") else 0.5
-        if ratio[low] < limit:
-            case.add(SOLID, f"{name} fell to {number(float(ratio[low]))} of its value by step {int(steps[near[low]])}")
+    fell = _moment_falls(view)
+    if fell:
+        median, at, count = fell
+        if median < _FELL:
+            case.add(
+                STRONG,
+                f"the second moments of {count} layers fell together, to {number(median)} of their value (median) by step {at}",
+            )
+            first = _fall(view, "optim/exp_avg_norm")
+            if first is not None and first[0] < 0.75:
+                case.add(WEAK, f"optim/exp_avg_norm fell to {number(first[0])} of its value")
         else:
-            case.against(WEAK, f"{name} is continuous across the onset")
-    if "after_resume" in view.anomaly.notes:
+            case.against(SOLID, "the second moments are continuous across the onset")
+    if view.resumed and case.supports:
         case.add(SOLID, "the run was resumed shortly before")
+    elif view.resumed and not fell:
+        case.add(WEAK, "the run was resumed shortly before")
     elif case.supports and view.anomaly.attempt == 0:
-        case.against(WEAK, "the run was not resumed")
+        case.against(0, "the run was not resumed")
+
+
+def _fall(view: View, name: str) -> tuple[float, int] | None:
+    """(ratio, step) of the deepest fall between two measurements near the onset."""
+    steps, values = view.series(name)
+    near = np.flatnonzero((steps >= view.onset - 30) & (steps <= view.anomaly.step + 10))
+    near = near[near > 0]
+    if not len(near):
+        return None
+    ratio = values[near] / np.maximum(values[near - 1], 1e-30)
+    low = int(np.argmin(ratio))
+    return float(ratio[low]), int(steps[near[low]])
+
+
+def _moment_falls(view: View) -> tuple[float, int, int] | None:
+    """(median ratio over layers, step, layers) of the deepest common fall of second moments; layers without one are left out."""
+    names = view.family("layer/", "/exp_avg_sq_norm") or view.family("optim/", "exp_avg_sq_norm")
+    found = [fall for name in names if (fall := _fall(view, name)) is not None]
+    if not found:
+        return None
+    return float(np.median([ratio for ratio, _ in found])), min(found)[1], len(found)
 
 
 @rule("stale-second-moment", intervention="reset-momentum")
@@ -96,13 +137,14 @@ def stale_second_moment(view: View, case: Case) -> None:
     falls: list[float] = []
     for name in view.family("layer/", "/exp_avg_sq_norm"):
         layer = name.removesuffix("/exp_avg_sq_norm")
-        base, near = view.before(name), view.near(name, 10)
-        gradient = view.rise(f"{layer}/grad_norm")
-        if len(base) < 2 or not len(near) or base[-1] <= 0 or gradient is None:
+        steps, values = view.series(name)
+        base, recent = values[steps < view.onset - 30], values[(steps >= view.onset - 30) & (steps <= view.onset + 10)]
+        gradient = view.rise(f"{layer}/grad_norm", 4)
+        if len(base) < 2 or not len(recent) or np.median(base) <= 0 or gradient is None:
             continue
-        fall = float(min(near[0], base[-1]) / np.median(base))
+        fall = float(recent.min() / np.median(base[-8:]))
         falls.append(fall)
-        if fall < 0.2 and gradient < 5:
+        if fall < 0.2:
             found.append((fall, layer, gradient))
     if not found or float(np.median(falls)) < 0.5:  # all layers at once is a lost state, not a stale one
         return
@@ -113,13 +155,22 @@ def stale_second_moment(view: View, case: Case) -> None:
     )
     moved = view.rise(f"{layer}/update_ratio", 10)
     if moved is not None and moved > 3:
-        case.add(SOLID, f"{layer}: update_ratio rose {number(moved)} times")
+        case.add(SOLID, f"{layer}: update_ratio rose {times(moved)}")
+    elif len(found) == 1:
+        case.add(WEAK, "no other layer's did so")
 
 
 @rule("config-change", intervention="rerun")
 def config_change(view: View, case: Case) -> None:
-    changed = [note for note in view.anomaly.notes if note.startswith("changed: ")]
-    for note in changed:
-        case.add(SOLID, f"since the attempt before, {note.removeprefix('changed: ')} changed")
-    if changed and "after_resume" in view.anomaly.notes:
+    changed = [note.removeprefix("changed: ") for note in view.anomaly.notes if note.startswith("changed: ")]
+    for text in changed[:2]:
+        case.add(SOLID, f"since the attempt before, {text} changed".replace("changed changed", "changed"))
+    if not changed:
+        return
+    since = view.since_resume
+    if since is not None and since <= 2:
+        case.add(STRONG, f"it began {in_steps(since)} after this attempt did")
+    elif view.resumed:
         case.add(WEAK, "the run was resumed shortly before")
+    if view.lr_jumped and since is not None:
+        case.add(WEAK, "the learning rate jumped at the same time")

@@ -1,13 +1,25 @@
-"""The registry of diagnosis rules. A rule is a small function that weighs the record for and against one cause."""
+"""The registry of diagnosis rules. A rule is a small function that weighs the record for and against one cause.
+
+Ours are registered by the decorator `rule`. A third party's live in its own package, which names them in the entry-point
+group `GROUP`: sealing runs in a process of its own, where nobody has imported that package::
+
+    [project.entry-points."trackbridge.rules"]
+    cosmic-ray = "their_package.rules:cosmic_ray"
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from trackbridge import plugins
 from trackbridge.diagnosis.view import View
 
+logger = logging.getLogger("trackbridge")
+
+GROUP = "trackbridge.rules"
 WEAK, SOLID, STRONG = 1, 2, 4
 
 
@@ -43,6 +55,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+_broken: set[str] = set()
 
 
 def rule(name: str, intervention: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -55,3 +68,21 @@ def rule(name: str, intervention: str) -> Callable[[RuleFunction], RuleFunction]
         return weigh
 
     return register
+
+
+def load() -> None:
+    """Import what installed packages name in the entry-point group; their decorators register it. A package that cannot be
+    imported is said once and left out: a stranger's bug must not cost a capsule."""
+    for name, point in plugins.available(GROUP).items():
+        if name not in _broken:
+            try:
+                point.load()
+            except Exception:
+                broken(name)
+
+
+def broken(name: str) -> None:
+    """Say that a rule, or the package that brings it, failed; call it in the handler of the exception."""
+    if name not in _broken:
+        _broken.add(name)
+        logger.exception("trackbridge: the diagnosis rule %s failed and is left out", name)

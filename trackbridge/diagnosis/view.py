@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from trackbridge.diagnosis import trends
+from trackbridge.diagnosis.batch import Batches
 from trackbridge.records import Anomaly, MicroBatch, Row, StepContext
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Grown: TypeAlias = "tuple[float, str]"
 
-_LEAST = 8  # values before the onset without which nothing is called unusual
+LATER = 8
+"""Steps past the onset at which it is asked whether something lasts: as far as a capsule reaches."""
+_BACK = 0.25  # of its height: an excursion below that is on its way out
+JUMPED = 8.0
+"""Robust sigmas from which an activation has jumped in one step."""
+_ACTIVATIONS = ("rms", "max", "std", "kurtosis")
+_LOOKBACK = 64  # a first mover from further back is another story
+_EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe)([._/]|$)", re.IGNORECASE)
+_HEAD = re.compile(r"(^|[._/])(\w*head|out|output|classifier|fc|final|logits|score)([._/]|$)", re.IGNORECASE)
+_ATTENTION = re.compile(
+    r"(^|[._/])(q|k|wq|wk|qk|qkv|query|key|query_key_value|c_attn|q_proj|k_proj|qkv_proj|in_proj\w*|attn|attention|self_attn)"
+    r"([._/]|$)",
+    re.IGNORECASE,
+)
 
 
 class View:
@@ -28,6 +44,7 @@ class View:
         rows = {row.step: row for row in sorted(window, key=lambda row: row.seq) if row.kind == "step"}
         self.rows = [rows[step] for step in sorted(rows)]  # a repeated step is the newest
         self.contexts = sorted(contexts, key=lambda context: (context.step, context.seq))
+        self.batches = Batches(self.contexts, self.onset)
         self._series: dict[str, tuple[IntArray, FloatArray]] = {}
 
     # -- series --------------------------------------------------------------------------------------------------------
@@ -35,7 +52,9 @@ class View:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every series in the window, in order of first appearance."""
-        return tuple(dict.fromkeys(name for row in self.rows for name in row.schema.names))
+        return tuple(
+            dict.fromkeys(name for schema in {id(r.schema): r.schema for r in self.rows}.values() for name in schema.names)
+        )
 
     def family(self, head: str, tail: str) -> list[str]:
         return [name for name in self.names if name.startswith(head) and name.endswith(tail)]
@@ -43,10 +62,17 @@ class View:
     def series(self, name: str) -> tuple[IntArray, FloatArray]:
         """(steps, values) of one series; both empty when the record does not have it."""
         if name not in self._series:
-            pairs = [(row.step, value) for row in self.rows if (value := row.get(name)) is not None]
-            steps = np.array([step for step, _ in pairs], np.int64)
-            self._series[name] = (steps, np.array([value for _, value in pairs], np.float64))
+            places = {id(r.schema): r.schema.names.index(name) for r in self.rows if name in self._sets[id(r.schema)]}
+            found = [(row.step, row.values[places[id(row.schema)]]) for row in self.rows if id(row.schema) in places]
+            self._series[name] = (
+                np.array([step for step, _ in found], np.int64),
+                np.array([value for _, value in found], np.float64),
+            )
         return self._series[name]
+
+    @cached_property
+    def _sets(self) -> dict[int, frozenset[str]]:
+        return {id(row.schema): frozenset(row.schema.names) for row in self.rows}
 
     def before(self, name: str, last: int | None = None) -> FloatArray:
         """Finite values before the onset, oldest first; only the `last` ones if given."""
@@ -68,13 +94,7 @@ class View:
         """How many robust sigmas, in log space, the largest value near the onset lies above the latest 100 before it. None
         with too little history. Excess kurtosis is taken from its least value, -3."""
         shift = 3.0 if name.endswith("/kurtosis") else 0.0
-        base = self.before(name, 100) + shift
-        near = self.near(name, after) + shift
-        if len(base) < _LEAST or not len(near):
-            return None
-        if not np.isfinite(near).all():
-            return math.inf
-        return deviation(math.log(max(float(near.max()), 1e-30)), np.log(np.maximum(base, 1e-30)), 0.05)
+        return trends.jump(self.before(name, 100) + shift, self.near(name, after) + shift)
 
     def rise(self, name: str, after: int = 0) -> float | None:
         """The largest finite value near the onset over the median before it."""
@@ -85,62 +105,68 @@ class View:
         return float(near.max() / np.median(base))
 
     def growth(self, name: str) -> float | None:
-        """The median over the 20 steps before the onset over that of the steps 120 to 40 before it."""
+        """How much larger a series was just before the onset than 48 steps earlier, beyond its usual growth."""
         steps, values = self.series(name)
-        ok = np.isfinite(values)
-        early = values[ok & (steps >= self.onset - 120) & (steps < self.onset - 40)]
-        late = values[ok & (steps >= self.onset - 20) & (steps < self.onset)]
-        if len(early) < 2 or not len(late) or np.median(early) <= 0:
-            return None
-        return float(np.median(late) / np.median(early))
+        return trends.growth(steps, values + (3.0 if name.endswith("/kurtosis") else 0.0), self.onset)
 
-    def step_change(self, name: str, after: int = 10) -> float | None:
-        """The first value at or after the onset over the last one before it."""
-        base, near = self.before(name, 1), self.near(name, after)
-        return float(near[0] / base[0]) if len(base) and len(near) and base[0] > 0 and np.isfinite(near[0]) else None
+    def grown(self, names: Sequence[str], least: float) -> list[Grown]:
+        """(growth, name) of the series that grew at least `least` times, the most grown first."""
+        found = [(factor, name) for name in names if (factor := self.growth(name)) is not None and factor >= least]
+        return sorted(found, reverse=True)
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
-    def batch(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches of the onset."""
-        return next((context.micro for context in self.contexts if context.step == self.onset), ())
-
-    def token_series(self, key: str) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """One token statistic: of the micro-batches before the onset, at it, and after the anomaly was detected."""
-        parts: tuple[list[float], list[float], list[float]] = ([], [], [])
-        for context in self.contexts:
-            place = 0 if context.step < self.onset else 1 if context.step == self.onset else 2
-            if place == 2 and context.step <= self.anomaly.step:
-                continue
-            for micro in context.micro:
-                parts[place].extend(numbers(micro.tokens, key))
-        return np.array(parts[0]), np.array(parts[1]), np.array(parts[2])
+    # -- the loss --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def token_keys(self) -> tuple[str, ...]:
-        return tuple(sorted({key for micro in self.batch() for key in keys(micro.tokens)}))
-
-    def odd(self, key: str) -> float | None:
-        """Robust z of the worst micro-batch of the onset against those before it. None when unknown."""
-        before, now, _ = self.token_series(key)
-        if len(before) < _LEAST or not len(now):
+    def lasts(self) -> bool | None:
+        """True if the loss has not come most of the way back by the end of the window, False if it has, None if the window ends
+        too early to tell."""
+        base, after = self.before("train/loss", 16), self.near("train/loss", max(LATER, self.anomaly.step - self.onset + LATER))
+        if len(after) < 5 or len(base) < 5:
             return None
-        # Statistics of a batch are counts and bits: less than a percent, or less than one, is no difference.
-        least = max(0.01 * float(np.median(np.abs(before))), 1.0 if key != "entropy" else 0.02)
-        return max((deviation(float(value), before, least) for value in now), key=abs)
-
-    # -- the anomaly ---------------------------------------------------------------------------------------------------
-
-    @property
-    def lead(self) -> int:
-        """How many steps the first mover was ahead of the onset, 0 if it was not."""
-        mover = self.anomaly.first_mover
-        return max(0, self.onset - mover[1]) if mover else 0
+        finite = after[np.isfinite(after)]
+        late = after[-3:]
+        if not np.isfinite(late).all():
+            return True
+        level = float(np.median(base))
+        return bool(np.median(late) > level + _BACK * (float(finite.max()) - level))
 
     @property
     def passed(self) -> bool:
         """It was over within a few steps."""
         return self.anomaly.recovered_after is not None and self.anomaly.recovered_after <= 5
+
+    @cached_property
+    def loss_jump(self) -> float | None:
+        """By how many robust sigmas of its latest values the loss lies above them at the onset."""
+        base, now = self.before("train/loss", 32), self.at("train/loss")
+        if len(base) < trends.LEAST or now is None:
+            return None
+        if not np.isfinite(now):
+            return np.inf
+        return trends.deviation(now, base, 0.01 * abs(float(np.median(base))))
+
+    # -- before the onset --------------------------------------------------------------------------------------------------
+
+    @property
+    def mover(self) -> tuple[str, int] | None:
+        """The first mover, unless it began so long before the onset that it is another story."""
+        found = self.anomaly.first_mover
+        return found if found is not None and self.onset - found[1] <= _LOOKBACK else None
+
+    @property
+    def lead(self) -> int:
+        """How many steps the first mover was ahead of the onset, 0 if it was not."""
+        return max(0, self.onset - self.mover[1]) if self.mover else 0
+
+    @property
+    def resumed(self) -> bool:
+        return "after_resume" in self.anomaly.notes
+
+    @cached_property
+    def since_resume(self) -> int | None:
+        """Steps from the start of this attempt to the onset, None in a first attempt."""
+        own = [row.step for row in self.rows if row.attempt == self.anomaly.attempt]
+        return self.onset - own[0] if own and self.anomaly.attempt > 0 else None
 
     @cached_property
     def lr_jump(self) -> tuple[float, int] | None:
@@ -158,37 +184,80 @@ class View:
         worst = int(near[np.argmax(np.abs(np.log(excess[near])))])
         return float(excess[worst]), int(steps[worst + 1])
 
+    @property
+    def lr_jumped(self) -> bool:
+        return self.lr_jump is not None and self.lr_jump[0] > 1.5
+
+    @cached_property
+    def grown_weights(self) -> list[Grown]:
+        """(growth, series) of weights, biases left out, whose norm had grown by a fifth and clearly more than the median."""
+        names = [name for name in self.family("layer/", "/weight_norm") if not name.endswith("bias/weight_norm")]
+        factors = {name: f for name in names if (f := self.growth(name)) is not None}
+        usual = max(float(np.median(list(factors.values()))), 1.0) if factors else 1.0
+        return sorted(((f, name) for name, f in factors.items() if f > 1.2 and f > 1.15 * usual), reverse=True)
+
+    # -- activations -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Measured modules, in the model's order."""
+        return list(dict.fromkeys(n[4:].rpartition("/")[0] for n in self.names if n.startswith("act/")))
+
+    @cached_property
+    def jumps(self) -> list[tuple[str, str, float]]:
+        """(module, its worst series, sigmas) at the onset, in the model's order."""
+        found = []
+        for site in self.sites:
+            series = [f"act/{site}/{statistic}" for statistic in _ACTIVATIONS]
+            known = [(z, name) for name in series if (z := self.jump(name)) is not None]
+            lost = (self.at(f"act/{site}/nonfinite") or 0.0) > 0
+            if known or lost:
+                z, name = (np.inf, f"act/{site}/nonfinite") if lost else max(known)
+                found.append((site, name, float(z)))
+        return found
+
+    @cached_property
+    def first_jump(self) -> tuple[int, str, float] | None:
+        """(place, series, sigmas) of the first module, in the model's order, whose output jumped at the onset; None if none did."""
+        return next(((k, name, z) for k, (_, name, z) in enumerate(self.jumps) if z > JUMPED), None)
+
     @cached_property
     def worst_activation(self) -> tuple[str, float] | None:
         """The activation statistic that jumped most at the onset, and by how many sigmas."""
-        names = [name for tail in ("/rms", "/max", "/std", "/kurtosis") for name in self.family("act/", tail)]
-        jumps = [(name, z) for name in names if (z := self.jump(name)) is not None]
-        return max(jumps, key=lambda pair: pair[1]) if jumps else None
+        return max(((name, z) for _, name, z in self.jumps), key=lambda pair: pair[1], default=None)
+
+    @cached_property
+    def moved_activation(self) -> tuple[str, float] | None:
+        """The activation statistic that moved most, up or down, at the onset or over it and the two steps after it together:
+        (series, sigmas). The further steps only count with their common direction, for weights go on moving."""
+        best: tuple[str, float] | None = None
+        for site in self.sites:
+            for statistic in _ACTIVATIONS:
+                name = f"act/{site}/{statistic}"
+                shift = 3.0 if statistic == "kurtosis" else 0.0
+                z = trends.moved(self.before(name, 100) + shift, self.near(name, 2) + shift)
+                if z is not None and (best is None or z > best[1]):
+                    best = name, z
+        return best
+
+    def batch(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the onset."""
+        return next((context.micro for context in self.contexts if context.step == self.onset), ())
 
 
-def deviation(value: float, base: FloatArray, least: float) -> float:
-    """(value - median) / robust sigma of `base`, the sigma at least `least`."""
-    middle = float(np.median(base))
-    return (value - middle) / max(1.4826 * float(np.median(np.abs(base - middle))), least, 1e-12)
+def is_embedding(name: str) -> bool:
+    """By name: token and position embeddings as the common models call them."""
+    return bool(_EMBEDDING.search(name))
 
 
-def numbers(tree: Any, key: str) -> Iterable[float]:
-    """Every finite number stored under `key` at any depth: token statistics have one entry per tensor of the batch."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if name == key and isinstance(value, (int, float)) and math.isfinite(value):
-                yield float(value)
-            else:
-                yield from numbers(value, key)
+def is_head(name: str) -> bool:
+    """By name: the output layer."""
+    return bool(_HEAD.search(name)) and not is_attention(name)
 
 
-def keys(tree: Any) -> Iterable[str]:
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield name
-            else:
-                yield from keys(value)
+def is_attention(name: str) -> bool:
+    """By name: what makes attention logits, or the module around it."""
+    return bool(_ATTENTION.search(name))
 
 
 def number(value: float) -> str:
@@ -199,3 +268,7 @@ def number(value: float) -> str:
 def in_steps(count: int | None) -> str:
     """``1 step``, ``2 steps``."""
     return f"{count} step{'' if count == 1 else 's'}"
+
+
+def times(factor: float) -> str:
+    return f"{number(factor)} times"

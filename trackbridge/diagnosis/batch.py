@@ -1,0 +1,238 @@
+"""Statistics of what the steps consumed, tensor by tensor: the recorded ones, and more where the batches themselves were kept."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trackbridge import tree
+from trackbridge.errors import TrackbridgeError
+from trackbridge.records import MicroBatch, StepContext
+
+FloatArray = npt.NDArray[np.float64]
+
+ODD = 6.0
+"""Robust sigmas from which a statistic of a batch is called unusual."""
+LEAST = 8
+"""Batches before the onset without which nothing is called unusual."""
+NEAR = 2
+"""Steps before the onset whose batch may have caused it: its update acts a step later."""
+_ELEMENTS = 1 << 16
+_PAIRS = 1 << 13
+_FEATURES = 4096
+_TARGET = re.compile(r"(^|[._/\[\]'])(y|labels?|targets?|tgt|answers?|class(es)?)([._/\[\]']|$)", re.IGNORECASE)
+_FLOATS = {"mean": 0.05, "std": 0.03, "largest": 0.15}  # of the usual standard deviation: smaller changes are no news
+
+_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "pairs": 0.01, "profile": 0.05}
+_LEARNED = ("new", "pairs", "profile")
+_SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "profile")
+
+Table = dict[tuple[str, str], dict[int, list[float]]]
+
+
+class Batches:
+    """Micro-batches by step. A statistic is known by (tensor, key); tensors are named as `trackbridge.tree` names them."""
+
+    def __init__(self, contexts: Sequence[StepContext], onset: int) -> None:
+        self.contexts = contexts
+        self.onset = onset
+
+    @cached_property
+    def table(self) -> Table:
+        """{(tensor, key): {step: values of its micro-batches}}."""
+        found: Table = {}
+        past: dict[str, Past] = {}
+        for context in self.contexts:
+            for micro in context.micro:
+                for tensor, statistics in _recorded(micro):
+                    for key, value in statistics.items():
+                        found.setdefault((tensor, key), {}).setdefault(context.step, []).append(value)
+                for tensor, array in _kept(micro):
+                    for key, value in past.setdefault(tensor, Past()).compare(array, learn=context.step < self.onset):
+                        found.setdefault((tensor, key), {}).setdefault(context.step, []).append(value)
+        return found
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tensor for tensor, _ in self.table))
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """What the loss compares with: by name; of a plain tuple the last tensor."""
+        named = tuple(name for name in self.tensors if _TARGET.search(name))
+        if not named and len(self.tensors) > 1 and all(name.isdigit() for name in self.tensors):
+            return self.tensors[-1:]
+        return named
+
+    def is_float(self, tensor: str) -> bool:
+        return (tensor, "nonfinite") in self.table
+
+    def step_values(self, tensor: str, key: str, first: int, last: int) -> FloatArray:
+        """Values of the steps `first` to `last`, in order."""
+        values = self.table.get((tensor, key), {})
+        return np.array([v for step in sorted(values) if first <= step <= last for v in values[step]], np.float64)
+
+    def odd(self, tensor: str, key: str, step: int) -> float | None:
+        """Robust z of the most unusual micro-batch of `step` against those more than `NEAR` steps before the onset. None when
+        unknown."""
+        before = self.usual(tensor, key)
+        now = self.step_values(tensor, key, step, step)
+        if len(before) < (LEAST // 2 if key in _LEARNED else LEAST) or not len(now):
+            return None
+        middle, scale = float(np.median(before)), self._scale(tensor, key, before)
+        return max(((float(value) - middle) / scale for value in now), key=abs)
+
+    def usual(self, tensor: str, key: str) -> FloatArray:
+        """Values more than `NEAR` steps before the onset; the later half of those that compare with all before, for to the first
+        batches everything is new."""
+        before = self.step_values(tensor, key, 0, self.onset - NEAR - 1)
+        return before[len(before) // 2 :] if key in _LEARNED else before
+
+    def _scale(self, tensor: str, key: str, before: FloatArray) -> float:
+        usual = float(np.median(np.abs(before)))
+        if key in _FLOATS:
+            spread = self.usual(tensor, "std")
+            least = _FLOATS[key] * (float(np.median(spread)) if len(spread) else usual)
+        else:
+            least = _LEASTS.get(key, max(0.01 * usual, 1.0))
+        return max(1.4826 * float(np.median(np.abs(before - np.median(before)))), least, 1e-12)
+
+    @cached_property
+    def oddities(self) -> list[tuple[int, str, str, float]]:
+        """(step, tensor, key, z) of everything unusual at the onset or up to `NEAR` steps before, the worst first. `min` and
+        `max` of tokens only say that some token is new; they are left to `new`."""
+        found = []
+        for tensor, key in self.table:
+            if key in ("nonfinite", "min", "max"):
+                continue
+            for step in range(self.onset - NEAR, self.onset + 1):
+                z = self.odd(tensor, key, step)
+                if z is not None and abs(z) > ODD:
+                    found.append((step, tensor, key, z))
+        return sorted(found, key=lambda one: -abs(one[3]))
+
+    @cached_property
+    def known(self) -> bool:
+        """Statistics that tell a batch from others exist for the onset and enough batches before it."""
+        return any(
+            self.odd(tensor, key, self.onset) is not None
+            for tensor, key in self.table
+            if key in ("entropy", "std") and tensor not in self.targets
+        )
+
+    def shifted(self, first: int, last: int) -> list[tuple[str, str, float]]:
+        """(tensor, key, z) of statistics whose mean over the steps `first` to `last` lies beyond 5 standard errors of the batches
+        before the onset."""
+        found = []
+        for tensor, key in self.table:
+            before, after = self.usual(tensor, key), self.step_values(tensor, key, first, last)
+            if key not in _SHAPE or len(before) < LEAST or len(after) < 3:
+                continue
+            error = self._scale(tensor, key, before) * math.sqrt(1 / len(after) + 1 / len(before))
+            z = (float(np.median(after)) - float(np.median(before))) / error
+            if abs(z) > 5:
+                found.append((tensor, key, z))
+        return sorted(found, key=lambda one: -abs(one[2]))
+
+    def nonfinite(self) -> tuple[int, int]:
+        """(count of non-finite elements, step) of the first batch near the onset that has any."""
+        for step in range(self.onset - NEAR, self.onset + 1):
+            count = sum(int(self.step_values(tensor, "nonfinite", step, step).sum()) for tensor in self.tensors)
+            if count:
+                return count, step
+        return 0, self.onset
+
+    def new_tokens(self) -> tuple[float, int]:
+        """(largest share of tokens that came in no batch before, its step) near the onset; a share of 0 where it is usual."""
+        best = (0.0, self.onset)
+        for tensor in self.tensors:
+            for step in range(self.onset - NEAR, self.onset + 1):
+                z = self.odd(tensor, "new", step)
+                if z is not None and z > ODD:
+                    best = max(best, (float(self.step_values(tensor, "new", step, step).max()), step))
+        return best
+
+
+def _recorded(micro: MicroBatch) -> Iterator[tuple[str, dict[str, float]]]:
+    """(tensor, numbers) of the recorded statistics; the share of the most frequent token is called ``share``."""
+    for tensor, statistics in micro.tokens.items():
+        if isinstance(statistics, Mapping):
+            numbers = {
+                key: float(value)
+                for key, value in statistics.items()
+                if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and key != "counted"
+            }
+            top = statistics.get("top")
+            if isinstance(top, (list, tuple)) and len(top) == 2:
+                numbers["share"] = float(top[1])
+            yield tensor, numbers
+
+
+def _kept(micro: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The tensors of a kept batch as flat arrays, cut at `_ELEMENTS`."""
+    if micro.tensors is None or micro.skeleton is None:
+        return
+    try:
+        arrays = tree.values(micro.skeleton, micro.tensors)
+    except TrackbridgeError:
+        return
+    for name, array in arrays.items():
+        if array.size and array.dtype.kind in "iuf":
+            yield name, array
+
+
+class Past:
+    """What a tensor was in the batches so far, and how a new one differs. `learn` is off from the onset on, so that a change
+    that stays goes on to be one."""
+
+    def __init__(self) -> None:
+        self.values: npt.NDArray[Any] | None = None
+        self.pairs: npt.NDArray[Any] | None = None
+        self.profile: FloatArray | None = None
+        self.count = 0
+
+    def compare(self, array: npt.NDArray[Any], *, learn: bool) -> Iterator[tuple[str, float]]:
+        """Integers: the shares of values (``new``) and of neighbours along the last axis (``pairs``) that never came before.
+        Floats: ``mean``, ``std``, ``largest``, and ``profile``: how far the mean over the batch, feature by feature, lies from
+        that of the batches before, as a root mean square."""
+        if array.dtype.kind == "f":
+            yield from self._floats(array, learn)
+            return
+        values = np.unique(array.reshape(-1)[:_ELEMENTS])
+        if self.values is not None:
+            yield "new", float(1.0 - np.isin(array.reshape(-1)[:_ELEMENTS], self.values).mean())
+        if learn:
+            self.values = values if self.values is None else np.union1d(self.values, values)
+        if array.ndim > 1 and array.shape[-1] > 1:
+            wide = array.reshape(-1, array.shape[-1])[: max(1, _PAIRS // array.shape[-1])].astype(np.uint64)
+            pairs = (wide[:, :-1] * np.uint64(0x9E3779B97F4A7C15) + wide[:, 1:]).reshape(-1)
+            if self.pairs is not None:
+                yield "pairs", float(1.0 - np.isin(pairs, self.pairs).mean())
+            if learn:
+                self.pairs = np.unique(pairs) if self.pairs is None else np.union1d(self.pairs, pairs)
+
+    def _floats(self, array: npt.NDArray[Any], learn: bool) -> Iterator[tuple[str, float]]:
+        flat = array.reshape(-1)[:_ELEMENTS]
+        finite = flat[np.isfinite(flat)].astype(np.float64)
+        if not finite.size:
+            return
+        yield "mean", float(finite.mean())
+        yield "std", float(finite.std())
+        yield "largest", float(np.abs(finite).max())
+        if array.ndim < 2 or not array.shape[0]:
+            return
+        features = array.reshape(array.shape[0], -1)[:, :_FEATURES].astype(np.float64)
+        profile = np.where(np.isfinite(features), features, 0.0).mean(axis=0)
+        if self.profile is not None and self.profile.shape == profile.shape:
+            yield "profile", float(np.sqrt(((profile - self.profile) ** 2).mean()) / max(float(finite.std()), 1e-12))
+        if learn and (self.profile is None or self.profile.shape != profile.shape):
+            self.profile, self.count = profile, 1
+        elif learn and self.profile is not None:
+            self.count += 1
+            self.profile = self.profile + (profile - self.profile) / self.count

@@ -1,0 +1,83 @@
+"""How single series moved around an onset: jumps in one step, growth over many."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+LEAST = 8
+"""Values before the onset without which nothing is called unusual."""
+SPAN = 48
+"""Steps before the onset over which growth is measured, against as many before those."""
+_TINY = 1e-30
+
+
+def deviation(value: float, base: FloatArray, least: float) -> float:
+    """(value - median) / robust sigma of `base`, the sigma at least `least`."""
+    middle = float(np.median(base))
+    return (value - middle) / max(1.4826 * float(np.median(np.abs(base - middle))), least, 1e-12)
+
+
+def logs(values: FloatArray) -> FloatArray:
+    return np.asarray(np.log(np.maximum(values, _TINY)), np.float64)
+
+
+def jump(base: FloatArray, near: FloatArray) -> float | None:
+    """How many robust sigmas, in log space, the largest of `near` lies above `base`; infinite if it is not finite, None with
+    too little history."""
+    if len(base) < LEAST or not len(near):
+        return None
+    if not np.isfinite(near).all():
+        return math.inf
+    return deviation(math.log(max(float(near.max()), _TINY)), logs(base), 0.05)
+
+
+def moved(base: FloatArray, near: FloatArray) -> float | None:
+    """How far, in robust sigmas of log space, the first of `near` lies from `base`, up or down, or the mean of `near` in its own
+    standard error, whichever is more; infinite if one is not finite, None with too little history."""
+    if len(base) < LEAST or not len(near):
+        return None
+    if not np.isfinite(near).all():
+        return math.inf
+    scores = [deviation(value, logs(base), 0.03) for value in logs(near).tolist()]
+    return max(abs(scores[0]), abs(sum(scores)) / math.sqrt(len(scores)))
+
+
+def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
+    """How many times larger a positive series was just before `onset` than `SPAN` steps earlier, beyond what it grew over the
+    same time before that. None with too little history; about 1 when nothing happened."""
+    ok = np.isfinite(values) & (values > 0)
+    steps, values = steps[ok], values[ok]
+    cadence = int(np.median(np.diff(steps))) if len(steps) > 2 else 0
+    if not cadence:
+        return None
+    reach = max(5, cadence + cadence // 2)  # steps whose median stands for one time
+    late = _around(steps, values, onset - reach, onset - 1)
+    middle = _around(steps, values, onset - SPAN - 2 * reach, onset - SPAN)
+    if late is None or middle is None:
+        return None
+    early = _around(steps, values, onset - 2 * SPAN - 2 * reach, onset - 2 * SPAN)
+    usual = 1.0 if early is None else max(middle / early, 1.0)
+    return late / middle / usual
+
+
+def _around(steps: IntArray, values: FloatArray, first: int, last: int) -> float | None:
+    found = values[(steps >= first) & (steps <= last)]
+    return float(np.median(found)) if len(found) else None
+
+
+def step_change(steps: IntArray, values: FloatArray, onset: int, after: int) -> tuple[float, float] | None:
+    """(factor, sigmas) between the last value before `onset` and the first from it to `after` steps past it, the sigmas in
+    terms of the usual changes between two such values. None with too little history."""
+    ok = np.isfinite(values) & (values > 0)
+    before = logs(values[ok & (steps < onset)])
+    near = logs(values[ok & (steps >= onset) & (steps <= onset + after)])
+    if len(before) < 4 or not len(near):
+        return None
+    change = float(near[0] - before[-1])
+    return math.exp(min(change, 700.0)), deviation(change, np.diff(before[-16:]), 0.005)
