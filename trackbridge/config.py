@@ -90,6 +90,48 @@ class LossScaleConfig(Section):
     least: float = Field(1.0, ge=0, description="a scale below this is a collapse by itself")
 
 
+class ThroughputConfig(Section):
+    """The run became slower per token (or sample, or step), and stays so."""
+
+    enabled: bool = True
+    drop: float = Field(0.3, gt=0, lt=1, description="share of the usual pace that is lost")
+    steps: int = Field(30, ge=1, description="slow steps in a row before it is told")
+    seconds: float = Field(60.0, ge=0, description="how long they must have taken together: less is not worth a word")
+
+
+class MemoryConfig(Section):
+    """Device or host memory that creeps up over some thousand steps."""
+
+    enabled: bool = True
+    least_bytes: float = Field(256 * MiB, gt=0, description="smallest rise worth telling")
+    least_share: float = Field(0.05, ge=0, description="the same, as a share of what was held before")
+
+
+class StallConfig(Section):
+    """No step for a long time. `run.pause` stops this clock."""
+
+    enabled: bool = True
+    factor: float = Field(20.0, gt=1, description="times the usual step time")
+    seconds: float = Field(300.0, gt=0, description="never told before so many seconds: an evaluation may take minutes")
+
+
+class PlateauConfig(Section):
+    """A loss that no longer falls. Off by default: every loss flattens."""
+
+    enabled: bool = False
+    steps: int = Field(3000, ge=3, description="steps without a better loss that make a plateau")
+    least: float = Field(0.002, ge=0, description="share of the loss by which it must have fallen to count as better")
+
+
+class LayersConfig(Section):
+    """Gradients, kurtosis or updates of single layers that stay out of their band while the loss does not follow."""
+
+    enabled: bool = True
+    after: int = Field(8, ge=2, description="values in a row out of the band before it is told")
+    score: float = Field(8.0, gt=0, description="robust sigmas that the worst of them must reach")
+    rest: int = Field(500, ge=0, description="steps after such an event in which no other is told")
+
+
 class DetectionConfig(Section):
     """Anomaly detection. Defaults were chosen on real curves, cross-validated by family: see docs/detection.md."""
 
@@ -115,6 +157,11 @@ class DetectionConfig(Section):
     repeats: RepeatsConfig = RepeatsConfig()
     optimizer_state: OptimizerStateConfig = OptimizerStateConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
+    throughput: ThroughputConfig = ThroughputConfig()
+    memory: MemoryConfig = MemoryConfig()
+    stall: StallConfig = StallConfig()
+    plateau: PlateauConfig = PlateauConfig()
+    layers: LayersConfig = LayersConfig()
 
 
 class PerfConfig(Section):
@@ -161,6 +208,7 @@ class TrackbridgeConfig(BaseSettings):
     tags: tuple[str, ...] = ()
     group: str | None = None
     shipping: Literal["process", "thread"] = "process"
+    join: bool = Field(False, description="write into the W&B or MLflow run that is open in this process")
     strict: bool = False
     slots: int = Field(64, ge=2, description="depth of the ring between training thread and scribe")
 

@@ -296,9 +296,9 @@ class Run:
     ) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
 
-        The order of the batches, their content and every RNG state are those of the bare loop. `skip`, a plan or its file, names
-        batches that are fetched but not handed out, each once; `epoch` numbers the next pass where the loop knows better than
-        the state of `load_state_dict`.
+        The order of the batches, their content and every RNG state are those of the bare loop. `skip`, a plan or its file,
+        names batches that are fetched but not handed out, each once; `epoch` numbers the next pass where the loop knows better
+        than the state of `load_state_dict`.
         """
         plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
         rank = self._info.rank

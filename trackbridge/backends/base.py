@@ -61,6 +61,9 @@ class BackendConfig(BaseModel):
         Called at `init` in the training process. As it is where there is no such run."""
         return self
 
+    def introduce(self, run: RunInfo) -> None:
+        """Tell the run that the user has open about `run`, ours beside it. Called once, in the training process."""
+
     def nearby(self) -> Self:
         """This config for a thread of the training process, where the SDK's run object can be had (`Run.native`)."""
         return self

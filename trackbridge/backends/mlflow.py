@@ -17,14 +17,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from trackbridge import names, plugins
 from trackbridge.backends import mlflow_calls, mlflow_names
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.mlflow_calls import Refused
 from trackbridge.backends.mlflow_fetch import fetch_capsule
-from trackbridge.backends.mlflow_run import MlflowRun, milliseconds
+from trackbridge.backends.mlflow_run import MlflowRun, Theirs, milliseconds
 from trackbridge.errors import Rejected
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 
@@ -45,6 +45,11 @@ class MlflowConfig(BackendConfig):
     experiment: str | None = None
     artifact_location: str | None = None
     values_per_minute: int | None = Field(300_000, ge=1000)  # 5,000 a second is what one server takes
+
+    joined: str | None = Field(None, description="the user's run that ours is written into (`join=True`)")
+    parent: str | None = Field(None, description="the user's run that ours is nested in")
+    experiment_id: str | None = Field(None, description="of that run")
+    _near: bool = PrivateAttr(False)
 
     environment: ClassVar[Mapping[str, str]] = mlflow_calls.ENVIRONMENT
 
@@ -75,6 +80,21 @@ class MlflowConfig(BackendConfig):
     def check(self) -> None:
         plugins.require("mlflow", "mlflow")
 
+    def met(self, *, join: bool) -> MlflowConfig:
+        """Join the run that is active in this process, or be nested in it, in its experiment: an id is all that it takes."""
+        theirs = mlflow_calls.active()
+        if theirs is None or (self.experiment is not None and not join):
+            return self
+        place = {"experiment_id": theirs.experiment_id}
+        if not mlflow_calls.holds_secret(theirs.uri):
+            place["tracking_uri"] = mlflow_calls.absolute(theirs.uri)
+        return self.model_copy(update={**place, "joined" if join else "parent": theirs.run_id})
+
+    def nearby(self) -> MlflowConfig:
+        near = self.model_copy()
+        near._near = True
+        return near
+
     def build(self) -> Backend:
         return MlflowBackend(self)
 
@@ -95,11 +115,18 @@ class MlflowBackend:
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._held = -1
+        self._run: Any = None
         self.url: str | None = None
+
+    @property
+    def native(self) -> Any:
+        """MLflow's own run, where this is served in the training process and the run is open."""
+        return self._run.client.get_run(self._run.id) if self._config._near and self._run is not None else None
 
     def open(self, run: RunInfo, /) -> int:
         config, uri = self._config, self._config.uri
-        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location)
+        theirs = Theirs(config.joined, config.parent, config.experiment_id)
+        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs)
         self._held = int(self._run.tags.get(SEQ, "-1"))
         if mlflow_calls.is_http(uri):
             page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"

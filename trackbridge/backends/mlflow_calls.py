@@ -8,10 +8,11 @@ because the shipper backs off by itself. It is applied by the shipper to its own
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from trackbridge import plugins, redact
@@ -93,6 +94,23 @@ def holds_secret(uri: str) -> bool:
     user, at, _ = parts.netloc.rpartition("@")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     return bool(at and (is_http(uri) or ":" in user)) or redact.tree(query) != query
+
+
+class Active(NamedTuple):
+    """The run that the user has active in this process."""
+
+    run_id: str
+    experiment_id: str
+    uri: str
+
+
+def active() -> Active | None:
+    """None if there is none. Never imports mlflow: who has a run active did. Contacts nobody."""
+    mlflow = sys.modules.get("mlflow")
+    run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
+    if mlflow is None or run is None:
+        return None
+    return Active(run.info.run_id, run.info.experiment_id, mlflow.get_tracking_uri())
 
 
 def from_environment() -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trackbridge.backends import folders, mlflow_calls, mlflow_names, words
 from trackbridge.backends.mlflow_calls import Refused, calling
@@ -33,21 +33,35 @@ def milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
 
 
+class Theirs(NamedTuple):
+    """A run of the user's: `joined` is written into, `parent` gets ours nested in it. `experiment`: its id."""
+
+    joined: str | None = None
+    parent: str | None = None
+    experiment: str | None = None
+
+
 class MlflowRun:
     """Raises what `mlflow_calls.calling` raises. `tags` is the run's tags as far as this object read or wrote them."""
 
-    def __init__(self, uri: str, info: RunInfo, experiment: str, artifact_location: str | None) -> None:
-        """Find the run of `info` by its tag, or create it, in the experiment of that name."""
+    def __init__(
+        self, uri: str, info: RunInfo, experiment: str, artifact_location: str | None, theirs: Theirs | None = None
+    ) -> None:
+        """Find the run of `info` by its tag, or create it, in the experiment of that name. A run of the user's that was joined
+        stays theirs: its status and its end are not ours to tell."""
         self.uri, self.info = uri, info
+        self._theirs = theirs or Theirs()
         self.client = mlflow_calls.client(uri)
         with calling(uri):
-            self.experiment = self._experiment(experiment, artifact_location)
-            found = self._find() or self._create()
+            self.experiment = self._theirs.experiment or self._experiment(experiment, artifact_location)
+            found = self.client.get_run(self._theirs.joined) if self._theirs.joined else self._find() or self._create()
         self.id: str = found.info.run_id
         self.tags: dict[str, str] = dict(found.data.tags)
         self._params: dict[str, str] = dict(found.data.params)
         self._running = found.info.status in ("RUNNING", "SCHEDULED")
         self._uploaded: set[tuple[int, str]] = set()
+        if self._theirs.joined is not None:
+            self.tag({RUN_ID: info.run_id})  # so that `pull` finds it by our id
 
     def _experiment(self, name: str, artifact_location: str | None) -> str:
         from mlflow.exceptions import MlflowException
@@ -73,13 +87,20 @@ class MlflowRun:
 
     def _create(self) -> Any:
         info = self.info
-        facts = {RUN_ID: info.run_id, "trackbridge.group": info.group, "trackbridge.tags": ", ".join(info.tags)}
-        return self.client.create_run(
+        parent = self._theirs.parent
+        facts = {
+            RUN_ID: info.run_id, "trackbridge.group": info.group, "trackbridge.tags": ", ".join(info.tags),
+            "mlflow.parentRunId": parent,
+        }  # fmt: skip
+        made = self.client.create_run(
             self.experiment,
             start_time=milliseconds(info.created) or None,
             tags={name: text for name, text in facts.items() if text},
             run_name=info.name,
         )
+        if parent:
+            self.client.set_tag(parent, "trackbridge.companion", made.info.run_id)
+        return made
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -115,7 +136,7 @@ class MlflowRun:
 
     def begin(self, attempt: int, step: int) -> None:
         """Rows of `attempt` come. Only an attempt after the one that ended makes the run go on."""
-        if not self._running and attempt > int(self.tags.get(ENDED, "-1")):
+        if self._theirs.joined is None and not self._running and attempt > int(self.tags.get(ENDED, "-1")):
             with self.calling():
                 self.client.update_run(self.id, status="RUNNING")
             self._running = True
@@ -126,6 +147,9 @@ class MlflowRun:
         if end.attempt < int(self.tags.get(ENDED, "-1")):
             return
         self.tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
+        if self._theirs.joined is not None:
+            self.tag({"trackbridge.status": end.status})
+            return
         with self.calling():
             self.client.set_terminated(self.id, _STATUS[end.status], end_time=milliseconds(end.time))
         self._running = False

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from trackbridge import plugins
-from trackbridge.backends import words
+from trackbridge.backends import wandb_near, words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.wandb_arrived import Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
@@ -54,7 +54,8 @@ ARTIFACT_TRIES = 5
 class WandbConfig(BackendConfig):
     """`entity` and `project` default to W&B's default entity and to the run's project. `mode` None is W&B's own rule: what
     ``WANDB_MODE`` says, else online if a key is configured (``WANDB_API_KEY`` or netrc), else offline, with a warning.
-    `base_url` is a server of your own. The key is never here: use ``wandb login`` or ``WANDB_API_KEY``.
+    `base_url` is a server of your own. The key is never here: use ``wandb login`` or ``WANDB_API_KEY``. `report`: make the
+    spike-forensics report when the first capsule has arrived; its address is in the run's summary, ``trackbridge/report``.
 
     The budget is W&B's documented one, of which the stream policy uses what it needs."""
 
@@ -63,11 +64,44 @@ class WandbConfig(BackendConfig):
     project: str | None = None
     mode: Literal["online", "offline"] | None = None
     base_url: str | None = None
+    report: bool = False
     rows_per_minute: int | None = Field(1000, ge=10)
     values_per_minute: int | None = Field(100_000, ge=1000)
+    joined: str | None = Field(None, description="id of the user's run that ours is written into (`join=True`)")
+    beside: wandb_near.Beside | None = Field(None, description="the user's run that ours is a companion of")
+    _near: bool = PrivateAttr(False)
 
     def check(self) -> None:
         plugins.require("wandb", "wandb")
+        if self.report:
+            plugins.require("wandb_workspaces", "reports")
+
+    @property
+    def in_process(self) -> bool:
+        """A joined run's object is in the process that opened it. Anywhere else the run is resumed by its id."""
+        return self.joined is not None and wandb_near.joined(self.joined) is not None
+
+    def met(self, *, join: bool) -> WandbConfig:
+        run = wandb_near.active()
+        if run is None:
+            return self
+        theirs = wandb_near.facts(run)
+        if join:
+            wandb_near.join(run)
+            where = {"entity": theirs.entity, "project": theirs.project, "joined": theirs.id}
+            return self.model_copy(update={**where, "mode": "offline" if run.offline else "online"})
+        same = self.project in (None, theirs.project) and self.entity in (None, theirs.entity)
+        here = {"entity": theirs.entity, "project": theirs.project} if same else {}
+        return self.model_copy(update={**here, "beside": theirs})
+
+    def introduce(self, run: RunInfo) -> None:
+        if self.beside is not None:
+            wandb_near.introduce(self.beside.id, f"{self.project or run.project}/{run.run_id}")
+
+    def nearby(self) -> WandbConfig:
+        near = self.model_copy()
+        near._near = True
+        return near
 
     def build(self) -> Backend:
         return WandbBackend(self)
@@ -88,7 +122,12 @@ class WandbBackend:
         self._config = config
         self._pace = pace or Pace()
         self._clock = clock
-        self._process: Process | None = None
+        self._process: Process | wandb_near.Local | None = None
+
+    @property
+    def native(self) -> Any:
+        """The SDK's run object, where it is in this process."""
+        return self._process.native if isinstance(self._process, wandb_near.Local) else None
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -153,17 +192,19 @@ class WandbBackend:
         target = Target(
             folder=str(_folder(run)),
             project=config.project or run.project,
-            run_id=run.run_id,
-            name=None if _note(run).exists() else run.name,  # somebody may have called it otherwise since
+            run_id=config.joined or run.run_id,
+            name=None if _note(run).exists() or config.joined else run.name,  # somebody may have renamed it since
             entity=config.entity,
             base_url=config.base_url,
             mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),
-            group=run.group,
+            group=run.group or (config.beside.group or config.beside.id if config.beside else None),
+            companion_of=(config.beside.url or config.beside.id) if config.beside else None,
             tags=run.tags,
+            report=config.report,
             pace=self._pace,
         )
         self._drop()
-        self._process = Process(_folder(run))
+        self._process = self._client(run)
         try:
             opened: Opened = self._process.call("open", target, timeout=min(self._pace.init * 2 + CALL_SECONDS, self._left()))
         except (ClientError, TimeoutError) as error:
@@ -182,6 +223,12 @@ class WandbBackend:
         self._answers, self._moved = 0, self._clock()
         write_atomic(_note(run), dumps({"url": opened.place if opened.online else None}).encode())
         return opened.arrived
+
+    def _client(self, run: RunInfo) -> Process | wandb_near.Local:
+        if self._config.in_process:
+            return wandb_near.Local(wandb_near.joined(self._config.joined or ""))
+        _folder(run).mkdir(parents=True, exist_ok=True)
+        return wandb_near.Local() if self._config._near else Process(_folder(run))
 
     def _reconnect(self) -> None:
         """A new client for the same run: what the tracker does not have is handed over again."""
@@ -259,7 +306,7 @@ class WandbBackend:
             path = str(Path(self._info.directory) / record.path)
             metadata = json.loads(dumps(dict(record.metadata)))
             try:
-                self._call("artifact", record.seq, record.name, record.kind, path, metadata, [f"step-{record.step}"])
+                self._call("artifact", record.seq, record.name, record.kind, path, metadata, record.step)
             except ClientError as error:
                 self._refused[record.seq] = str(error)
 
@@ -285,6 +332,8 @@ class WandbBackend:
         )  # fmt: skip
         if moved or not (self._rows or self._facts):
             self._answers, self._moved = arrived.answers, self._clock()
+        elif isinstance(self._process, wandb_near.Local):
+            pass  # a queue in the user's process cannot be taken back: what is in it would arrive twice
         elif arrived.answers > self._answers + 1 and self._clock() - self._moved > self._pace.stall:
             logger.warning("trackbridge: W&B takes no rows although its server answers; connecting again")
             self._reconnect()

@@ -49,7 +49,7 @@ class OnlineReader:
 
         self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
         self._where = {"entity": run.entity, "project": run.project, "run": run.id}
-        self._next = int(run.starting_step)
+        self._next = int(run.starting_step) or int(run.step)  # in a run of the user's there may be rows before ours
         self.seen = Arrived()
 
     def first(self) -> Arrived:
@@ -71,6 +71,9 @@ class OnlineReader:
             self._next = max((row["_step"] + 1 for row in rows), default=self._next)
             self.seen = self._facts(answer, highest)
             more = len(rows) == PAGE
+            if not rows and int(answer.get("historyLineCount") or 0) > self._next + PAGE:
+                self._next += PAGE  # so many rows that are not ours
+                more = True
 
     def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
+import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,25 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
-from trackbridge.backends import folders, wandb_views
+from trackbridge.backends import exhibits, folders, wandb_views
 from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
+from trackbridge.backends.wandb_fetch import KIND
 from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
 from trackbridge.backends.wandb_views import Published, Survey, View
-from trackbridge.names import ATTEMPT, SEQ, STEP
+from trackbridge.names import ATTEMPT, CATALOGUE, SEQ, STEP
+from trackbridge.panels import PAGE
 
 KILLED = "killed"
+FINISH_SECONDS = 10.0
+"""What closing a run may take in the user's process."""
+OUR_SERIES = tuple(
+    f"{family}/*" for family in dict.fromkeys(metric.name.partition("/")[0] for metric in CATALOGUE) if family != "trackbridge"
+)
+"""Patterns of our own series: what gets our step axis in a run of the user's."""
+REPORT = "trackbridge/report"
+"""Summary key: the address of the report that the run made itself."""
+REPORT_SECONDS = 40.0
+"""What a report may take: less than what a run has for its end."""
 
 Mode: TypeAlias = Literal["online", "offline"]
 
@@ -45,7 +58,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Target:
-    """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there."""
+    """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there.
+    `report`: make the report of the first anomaly when its capsule has arrived."""
 
     folder: str
     project: str
@@ -56,7 +70,9 @@ class Target:
     mode: Mode | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
+    report: bool = False
     pace: Pace = Pace()
+    companion_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,33 +86,51 @@ class Opened:
 
 
 class Client:
-    def __init__(self) -> None:
+    """`own`: the run is ours, to configure and to end. `run`: the user's, which is written into. `process`: this process is
+    there for nothing else."""
+
+    def __init__(self, *, own: bool = True, run: Any = None, process: bool = False) -> None:
+        self._run: Any = run
+        self._own = own
+        self._alone = process
+        self._over = threading.Event()
+        self._ended = False
         self._lock = threading.Lock()
-        self._uploads: queue.Queue[tuple[int, Any, str, list[str]]] = queue.Queue()
+        self._uploads: queue.Queue[tuple[int, Any, str, int] | None] = queue.Queue()
         self._artifacts: dict[int, str | None] = {}
         self._wake = threading.Event()
         self._settling = False
+        self._report: threading.Thread | None = None
+
+    @property
+    def run(self) -> Any:
+        """The SDK's run object, None before `open` made it."""
+        return self._run
 
     def open(self, target: Target) -> Opened:
         import wandb
 
         self._wandb = wandb
         self._target = target
-        self._run = self._init(target)
+        if self._run is None:
+            self._run = self._init(target)
         online = not self._run.offline
         self._reader: OnlineReader | OfflineReader
         if online:
             self._reader = OnlineReader(self._run)
         else:
-            self._reader = OfflineReader(Path(target.folder), target.run_id)
+            self._reader = OfflineReader(Path(self._run.dir).parent.parent, target.run_id)
         for name in (SEQ, ATTEMPT):
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+        for pattern in ("*",) if self._own else OUR_SERIES:
+            self._run.define_metric(pattern, step_metric=STEP)
         # Tags that somebody gave the run in the meantime stay; "killed" is no longer true.
         tags = [tag for tag in dict.fromkeys([*(self._run.tags or ()), *target.tags]) if tag != KILLED]
-        if tags != list(self._run.tags or ()):
+        if self._own and tags != list(self._run.tags or ()):
             self._run.tags = tags
+        if target.companion_of is not None:
+            self._run.config.update({"trackbridge/companion_of": target.companion_of}, allow_val_change=True)
         arrived = self._reader.first()
         threading.Thread(target=self._upload, name="uploads", daemon=True).start()
         if online:
@@ -119,6 +153,8 @@ class Client:
             "x_file_stream_transmit_interval": target.pace.transmit, "x_transaction_log_flush_interval": target.pace.flush,
             "base_url": target.base_url,
         }  # fmt: skip
+        if not self._alone:  # in the user's process: their run stays the global one, and nobody waits for ours for ever
+            settings |= {"reinit": "create_new", "finish_timeout": FINISH_SECONDS, "silent": True}
         settings = {key: value for key, value in settings.items() if value is not None}
         known = self._wandb.Settings.model_fields
         return self._wandb.init(
@@ -140,6 +176,9 @@ class Client:
         self._wake.set()
 
     def params(self, seq: int, values: dict[str, Any]) -> None:
+        if not self._own:  # what the user's own config says stands
+            theirs = set(self._run.config.keys())
+            values = {key: value for key, value in values.items() if key.startswith("trackbridge/") or key not in theirs}
         self._run.config.update({**values, PARAMS: seq}, allow_val_change=True)
         self._wake.set()
 
@@ -150,17 +189,17 @@ class Client:
     def alert(self, title: str, text: str, level: str) -> None:
         self._run.alert(title=title, text=text, level=level)
 
-    def artifact(self, seq: int, name: str, kind: str, path: str, metadata: dict[str, Any], aliases: list[str]) -> None:
+    def artifact(self, seq: int, name: str, kind: str, path: str, metadata: dict[str, Any], step: int) -> None:
         """Queue an upload. Raises `ValueError` when W&B can never take it."""
         artifact = self._wandb.Artifact(name, type=kind, metadata={**metadata, SEQ: seq})
         with self._lock:
             self._artifacts.pop(seq, None)
-        self._uploads.put((seq, artifact, path, aliases))
+        self._uploads.put((seq, artifact, path, step))
 
     def arrived(self) -> Arrived:
         seen = self._reader.read() if isinstance(self._reader, OfflineReader) else self._reader.seen
         with self._lock:
-            return replace(seen, artifacts={**seen.artifacts, **self._artifacts})
+            return replace(seen, artifacts={**seen.artifacts, **self._artifacts}, ended=seen.ended or self._ended)
 
     def download(self, where: str, step: int | None, dest: str) -> str:
         from trackbridge.backends.wandb_fetch import download
@@ -180,29 +219,79 @@ class Client:
 
     def finish(self, exit_code: int, killed: bool, floor: int) -> None:
         self._uploads.join()
+        if self._report is not None:
+            self._report.join(REPORT_SECONDS)
         self._run.summary[FLOOR] = floor
-        if killed:
-            self._run.tags = (*(self._run.tags or ()), KILLED)
-        self._run.finish(exit_code=exit_code)
+        if not self._own:
+            self._ended = True  # for us; their run goes on
+        else:
+            if killed:
+                self._run.tags = (*(self._run.tags or ()), KILLED)
+            self._run.finish(exit_code=exit_code)
         self._wake.set()
 
+    def leave(self) -> None:
+        """Stop our threads. A run of ours in the user's process is closed as well, within `FINISH_SECONDS`."""
+        self._over.set()
+        self._wake.set()
+        self._uploads.put(None)
+        if self._own and not self._alone and self._run is not None:
+            try:
+                self._run.finish()
+            except Exception as error:
+                print(f"trackbridge: closing the W&B run: {type(error).__name__}: {error}", flush=True)
+
     def _upload(self) -> None:
-        while True:
-            seq, artifact, path, aliases = self._uploads.get()
+        while (job := self._uploads.get()) is not None:
+            seq, artifact, path, step = job
             try:
                 # Our copy in the run directory is never changed, so W&B need not copy it again.
                 for name, file in folders.files(Path(path)):
                     if not file.is_symlink():
                         artifact.add_file(str(file), name, policy="immutable", skip_cache=True)
-                logged = self._run.log_artifact(artifact, aliases=aliases)
+                logged = self._run.log_artifact(artifact, aliases=[f"step-{step}"])
                 if isinstance(self._reader, OnlineReader):
                     logged.wait()
                     self._note(seq, None)
+                    self._report_once(artifact.type, step)
+                self._show(Path(path), step)
             except Exception as error:
                 traceback.print_exc()
                 self._note(seq, f"{type(error).__name__}: {error}")
             finally:
                 self._uploads.task_done()
+
+    def _show(self, folder: Path, step: int) -> None:
+        """The pictures and the page of an artifact as media of the history, on our axis, in a row of their own."""
+        _, pictures = exhibits.of(folder)
+        page = exhibits.page(folder)
+        media: dict[str, Any] = {name: self._wandb.Image(str(folder / f"{name}.png")) for name in pictures}
+        if page is not None:
+            media[PAGE] = self._wandb.Html(str(page), inject=False)
+        if media:
+            self._run.log({**media, STEP: step})
+
+    def _report_once(self, kind: str, step: int) -> None:
+        """Make the report of the first anomaly, if that is asked for: by the command that a person would type."""
+        if self._target.report and kind == KIND and self._report is None:
+            self._report = threading.Thread(target=self._make_report, args=(step,), name="report", daemon=True)
+            self._report.start()
+
+    def _make_report(self, step: int) -> None:
+        where = f"{Path(self._target.folder).parent}@{step}"
+        base_url = {} if self._target.base_url is None else {"WANDB_BASE_URL": self._target.base_url}
+        command = [sys.executable, "-m", "trackbridge.cli", "report", where]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=REPORT_SECONDS, env={**os.environ, **base_url}, check=False
+            )
+        except subprocess.TimeoutExpired:
+            print(f"the report of {where} took more than {REPORT_SECONDS:.0f} s", flush=True)
+            return
+        if done.returncode == 0:
+            self._run.summary[REPORT] = done.stdout.strip()
+        else:
+            print(f"no report of {where}: {done.stderr.strip()}", flush=True)
 
     def _note(self, seq: int, trouble: str | None) -> None:
         with self._lock:
@@ -211,8 +300,7 @@ class Client:
     def _poll(self) -> None:
         assert isinstance(self._reader, OnlineReader)
         idle = 0.0
-        while True:
-            time.sleep(min(self._target.pace.poll, 0.3) if self._settling else self._target.pace.poll)
+        while not self._over.wait(min(self._target.pace.poll, 0.3) if self._settling else self._target.pace.poll):
             self._wake.wait(idle)
             self._wake.clear()
             before = self._reader.seen
@@ -243,7 +331,7 @@ def serve(descriptor: int) -> None:
             os._exit(0)
 
     threading.Thread(target=receive, name="calls", daemon=True).start()
-    client = Client()
+    client = Client(process=True)
     while True:
         method, arguments = calls.get()
         try:

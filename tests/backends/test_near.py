@@ -1,0 +1,220 @@
+"""Beside and inside a run that the user has open: W&B (real client, offline and against the loopback server) and MLflow.
+
+Each case is a training script of its own, as SDKs keep their open run in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trackbridge.backends.wandb_file import RecordedRun, load
+from trackbridge.names import SEQ, STEP
+
+if TYPE_CHECKING:
+    from tests.wandb_server import WandbServer
+
+BEGIN = """
+import json, random, sys
+import trackbridge, {sdk}
+def steps(run, many=20):
+    for step in range(many):
+        run.step(loss=1.0 / (step + 1))
+"""
+
+
+def script(folder: Path, text: str, sdk: str = "wandb", **environment: str) -> str:
+    # not from an environment in which a test has set things for its own client
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "MLFLOW"))}
+    env |= {"WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN.format(sdk=sdk) + text], cwd=folder, env=env, capture_output=True, text=True, timeout=150,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ours(history: list[dict[str, Any]]) -> list[int]:
+    return [int(row[STEP]) for row in history if SEQ in row and "train/loss" in row]
+
+
+def config(run: RecordedRun, key: str) -> Any:
+    return run.config.get(key)
+
+
+# -- W&B
+
+
+def test_a_companion_in_the_same_project_and_group_linked_both_ways(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+theirs = wandb.init(mode="offline", project="their-project", id="theirs", group="their-group")
+run = trackbridge.init(backend={"kind": "wandb", "mode": "offline"}, id="ours", project="p")
+theirs.log({"mine": 1.0}, step=7)
+steps(run)
+assert run.finish(60), "not delivered"
+theirs.log({"mine": 2.0}, step=8)
+theirs.finish()
+""",
+    )
+    theirs, mine = load(tmp_path / "wandb"), load(tmp_path / "runs" / "ours" / "wandb")
+    assert [row["mine"] for row in theirs.history] == [1.0, 2.0]
+    assert not ours(theirs.history)
+    assert ours(mine.history) == list(range(20))
+    assert config(theirs, "trackbridge/companion") == "their-project/ours"
+    assert config(mine, "trackbridge/companion_of") == "theirs"
+    where = json.loads((tmp_path / "runs" / "ours" / "run.json").read_text())["backends"][0]
+    assert (where["project"], where["beside"]["group"]) == ("their-project", "their-group")
+
+
+def test_joined_rows_are_in_the_users_own_run_which_stays_theirs(tmp_path: Path) -> None:
+    out = script(
+        tmp_path,
+        """
+theirs = wandb.init(mode="offline", project="their-project", id="theirs", config={"lr": 5}, settings=wandb.Settings(x_transaction_log_flush_interval=0.2))
+run = trackbridge.init(backend="wandb", join=True, id="ours", config={"lr": 7, "width": 3})
+assert run.native("wandb") is theirs
+steps(run)
+report = run.finish(60)
+assert report, str(report)
+theirs.log({"after": 1.0})
+theirs.finish()
+print(wandb.run, theirs.id)
+""",
+    )
+    assert "None theirs" in out
+    both = load(tmp_path / "wandb")
+    assert ours(both.history) == list(range(20))
+    assert [row["after"] for row in both.history if "after" in row] == [1.0]
+    assert both.exit_code == 0
+    assert (config(both, "lr"), config(both, "width")) == (5, 3)
+    assert not (tmp_path / "runs" / "ours" / "wandb").exists() or not list((tmp_path / "runs" / "ours" / "wandb").glob("*run*"))
+
+
+def test_joined_online(tmp_path: Path, wandb_server: WandbServer) -> None:
+    from tests.wandb_server import KEY
+
+    script(
+        tmp_path,
+        """
+theirs = wandb.init(project="their-project", id="theirs", settings=wandb.Settings(x_file_stream_transmit_interval=1))
+for n in range(30):
+    theirs.log({"mine": float(n)})
+(open("a.txt", "w")).write("hello")
+run = trackbridge.init(backend="wandb", join=True, id="ours")
+steps(run)
+run.log_artifact("a.txt")
+report = run.finish(60)
+assert report, str(report)
+theirs.log({"mine": 99.0})
+theirs.finish()
+""",
+        WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY,
+    )  # fmt: skip
+    history = wandb_server.run("their-project", "theirs").history()
+    assert ours(history) == list(range(20))
+    assert [row["mine"] for row in history if "mine" in row] == [*map(float, range(30)), 99.0]
+    assert wandb_server.operations["CommitArtifact"] >= 1
+
+
+def test_in_a_thread_the_run_object_is_there_and_the_global_run_is_left_alone(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+run = trackbridge.init(backend={"kind": "wandb", "mode": "offline"}, shipping="thread", id="ours")
+steps(run)
+native = run.native("wandb")
+assert isinstance(native, wandb.Run) and wandb.run is None
+native.log({"mine": 1.0})
+report = run.finish(60)
+assert report, str(report)
+""",
+    )
+    mine = load(tmp_path / "runs" / "ours" / "wandb")
+    assert ours(mine.history) == list(range(20))
+    assert any("mine" in row for row in mine.history)
+    assert mine.exit_code == 0
+
+
+def test_nothing_to_join_and_nothing_native_are_said(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+try:
+    trackbridge.init(backend="wandb", join=True)
+except trackbridge.errors.ConfigError as error:
+    assert "no W&B or MLflow run is open" in str(error)
+else:
+    raise AssertionError
+run = trackbridge.init(backend=["tensorboard"], id="x")
+for name, words in {"wandb": "has no backend 'wandb'", "tensorboard": "pass shipping='thread'"}.items():
+    try:
+        run.native(name)
+    except trackbridge.errors.UsageError as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError
+run.finish()
+""",
+    )
+
+
+# -- MLflow
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One database for the tests here: creating it takes seconds."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    script(folder, "mlflow.set_tracking_uri('sqlite:///mlflow.db'); mlflow.search_experiments()", "mlflow")
+    return folder
+
+
+def test_mlflow_nested_joined_and_native(database: Path) -> None:
+    script(
+        database,
+        """
+from mlflow.tracking import MlflowClient
+mlflow.set_tracking_uri("sqlite:///mlflow.db")
+mlflow.set_experiment("theirs")
+client = MlflowClient()
+
+with mlflow.start_run(run_name="outer") as outer:
+    run = trackbridge.init(backend="mlflow", id="nested")
+    steps(run)
+    assert run.finish(60)
+    mlflow.log_metric("mine", 1.0)
+held = client.search_runs([outer.info.experiment_id], "tags.`trackbridge.run_id` = 'nested'")[0]
+assert held.data.tags["mlflow.parentRunId"] == outer.info.run_id
+assert client.get_run(outer.info.run_id).data.tags["trackbridge.companion"] == held.info.run_id
+assert held.info.status == "FINISHED" and len(client.get_metric_history(held.info.run_id, "train/loss")) == 20
+
+with mlflow.start_run(run_name="joined") as theirs:
+    mlflow.log_param("lr", 5)
+    run = trackbridge.init(backend="mlflow", id="joined", join=True, config={"lr": 7})
+    steps(run)
+    assert run.finish(60)
+    assert client.get_run(theirs.info.run_id).info.status == "RUNNING"
+    mlflow.log_metric("mine", 1.0)
+held = client.get_run(theirs.info.run_id)
+assert held.info.status == "FINISHED" and held.data.tags["trackbridge.status"] == "finished"
+assert held.data.params["lr"] == "5" and held.data.params["lr:attempt-0"] == "7"
+assert len(client.get_metric_history(held.info.run_id, "train/loss")) == 20
+assert len(client.search_runs([held.info.experiment_id])) == 3
+
+run = trackbridge.init(backend="mlflow", id="thread", shipping="thread")
+steps(run)
+native = run.native("mlflow")
+client.set_tag(native.info.run_id, "mine", "yes")
+assert run.finish(60)
+""",
+        "mlflow",
+    )
