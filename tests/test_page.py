@@ -113,7 +113,7 @@ def test_unknown_is_shown_only_where_it_leads() -> None:
     known, unknown = Hypothesis("rare-token", ("new",), (), "skip-batch"), Hypothesis("unknown", ("thin",), (), "rerun")
     assert "unknown" not in told(SPIKE.updated(hypotheses=(known, unknown)))
     said = told(SPIKE.updated(hypotheses=(unknown, known)))
-    assert "1. unknown" in said and "rerun with the batch left out (run.batches(loader, skip=...))" in said
+    assert "1. unknown" in said and "replay with the suspected batch left out (--try skip-batch)" in said
 
 
 def test_a_page_without_anomalies_answers_them_too() -> None:

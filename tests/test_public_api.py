@@ -5,8 +5,8 @@ from __future__ import annotations
 import trackbridge
 
 PUBLIC = {
-    "Anomaly", "Run", "RunRecord", "SpikeCapsule", "TrackbridgeConfig", "TrackbridgeError", "__version__", "detect", "init",
-    "load", "pull", "replay", "testing",
+    "Anomaly", "Run", "RunRecord", "SkipPlan", "SpikeCapsule", "TrackbridgeConfig", "TrackbridgeError", "__version__", "detect",
+    "init", "interventions", "load", "pull", "replay", "rollback", "testing",
 }  # fmt: skip
 
 
@@ -33,4 +33,4 @@ def test_no_function_is_shadowed_by_a_submodule() -> None:
     from pathlib import Path
 
     files = {path.stem for path in Path(trackbridge.__file__).parent.iterdir()}
-    assert not files & {name.casefold() for name in PUBLIC - {"replay", "testing", "Run"}}
+    assert not files & {name.casefold() for name in PUBLIC - {"interventions", "replay", "testing", "Run"}}

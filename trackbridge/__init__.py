@@ -12,6 +12,7 @@ from trackbridge._version import __version__
 
 if TYPE_CHECKING:
     from trackbridge.capsule import SpikeCapsule as SpikeCapsule
+    from trackbridge.checkpoints import rollback as rollback
     from trackbridge.config import TrackbridgeConfig as TrackbridgeConfig
     from trackbridge.detectors import detect as detect
     from trackbridge.errors import TrackbridgeError as TrackbridgeError
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from trackbridge.records import Anomaly as Anomaly
     from trackbridge.run import Run as Run
     from trackbridge.run import init as init
+    from trackbridge.skip import SkipPlan as SkipPlan
 
 _WHERE = {
     "Anomaly": "trackbridge.records",
     "Run": "trackbridge.run",
     "RunRecord": "trackbridge.history",
+    "SkipPlan": "trackbridge.skip",
     "SpikeCapsule": "trackbridge.capsule",
     "TrackbridgeConfig": "trackbridge.config",
     "TrackbridgeError": "trackbridge.errors",
@@ -33,9 +36,10 @@ _WHERE = {
     "init": "trackbridge.run",
     "load": "trackbridge.history",
     "pull": "trackbridge.fetch",
+    "rollback": "trackbridge.checkpoints",
 }
-_MODULES = ("replay", "testing")
-_NEED_TORCH = ("Run", "init", "replay")
+_MODULES = ("interventions", "replay", "testing")
+_NEED_TORCH = ("Run", "init", "interventions", "replay")
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
 

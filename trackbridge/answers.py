@@ -13,14 +13,16 @@ from trackbridge.records import Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
 
-# What to change, by hand, in a run that tests a hypothesis.
+# What `trackbridge replay REF --build module:function --try NAME` changes, in words for a reader.
 INTERVENTIONS = {
-    "skip-batch": "rerun with the batch left out (run.batches(loader, skip=...)) and see whether the anomaly is gone",
-    "lower-lr=0.5": "rerun with half the learning rate, set in your training code or in the build function of the replay",
-    "clip=1.0": "rerun with the gradient clipped to a norm of 1 before the optimizer's step",
-    "full-precision": "rerun in float32, without autocast and loss scaling",
-    "reset-momentum": "rerun with the optimizer's state cleared at the restart step",
-    "rerun": "rerun as recorded: what does not come back was not in the data, the weights or the code",
+    "skip-batch": "replay with the suspected batch left out",
+    "lower-lr=0.5": "replay with half the learning rate",
+    "hold-lr": "replay with the learning rate held at its value before the jump",
+    "clip=1.0": "replay with the gradient clipped to a norm of 1",
+    "full-precision": "replay in float32, without autocast",
+    "reset-momentum": "replay with the optimizer's moments forgotten before the onset",
+    "restore-optimizer": "replay with the optimizer's state of the newest checkpoint before it put back",
+    "rerun": "replay as recorded: what does not come back was not in the data, the weights or the code",
 }
 
 
@@ -70,7 +72,10 @@ def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
 
 def how_to_test(intervention: str) -> str:
     """A sentence, without its full stop, for the name of an intervention; a rule of a third party may give its own sentence."""
-    return INTERVENTIONS.get(intervention, intervention).rstrip(".")
+    words = INTERVENTIONS.get(intervention)
+    if words is None:
+        return intervention.rstrip(".")
+    return words if intervention == "rerun" else f"{words} (--try {intervention})"
 
 
 def shown(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

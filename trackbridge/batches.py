@@ -8,6 +8,7 @@ wait in a queue until their batch arrives; batches come in order, or (``in_order
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,8 @@ from trackbridge.skip import SkipPlan
 __all__ = ["Feed", "Fetch", "LoaderBook", "Observer", "RecordingBatchSampler", "plain_ids"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("trackbridge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +62,59 @@ def plain_ids(sample_ids: Sequence[Any] | None) -> tuple[int | str, ...] | None:
         return None
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What is known of one loader: its number, how many epochs were begun, and whether the newest is under way."""
+
+    number: int
+    begun: int = 0
+    under_way: bool = False
+
+
 class LoaderBook:
     """Numbers loaders in the order of their first use, and the epochs of each. One per run."""
 
     def __init__(self) -> None:
-        self._numbers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self._plain: tuple[Any, list[int]] | None = None
-        self._count = 0
+        self._entries: weakref.WeakKeyDictionary[Any, Entry] = weakref.WeakKeyDictionary()
+        self._plain: tuple[Any, Entry] | None = None
+        self._all: list[Entry] = []
+        self._resumed: list[int] = []
 
-    def entry(self, loader: Any) -> list[int]:
-        """[number, epochs begun] of `loader`, mutable. A list or tuple cannot be remembered weakly; the last one is."""
+    def entry(self, loader: Any) -> Entry:
+        """A list or tuple cannot be remembered weakly; the last one is."""
         if self._plain is not None and self._plain[0] is loader:
             return self._plain[1]
         try:
-            found = self._numbers.get(loader)
+            found = self._entries.get(loader)
         except TypeError:
             found = None
         if found is None:
-            found = [self._count, 0]
-            self._count += 1
+            number = len(self._all)
+            found = Entry(number, self._resumed[number] if number < len(self._resumed) else 0)
+            self._all.append(found)
             try:
-                self._numbers[loader] = found
+                self._entries[loader] = found
             except TypeError:
                 self._plain = (loader, found)
         return found
+
+    def state(self) -> list[int]:
+        """The number of the epoch that the next pass over each loader is: the one under way goes on."""
+        return [entry.begun - entry.under_way for entry in self._all]
+
+    def resume(self, state: Sequence[int]) -> None:
+        """Go on from `state`, with loaders that are first used in the same order as then."""
+        self._resumed = [int(epoch) for epoch in state]
+        for entry, epoch in zip(self._all, self._resumed, strict=False):
+            entry.begun, entry.under_way = epoch, False
 
 
 class Feed(Generic[T]):
     """Iterate `loader` while telling `observer` about each batch. Each ``iter()`` is an epoch.
 
-    `skip` names batches that are fetched but not handed out, so that what follows them is what it would have been.
-    `epoch` numbers the next pass where the loop knows better (after a resume). Attributes are the loader's own.
+    `skip` names batches that are fetched but not handed out, so that what follows them is what it would have been; `rank` is
+    this process' own, for the entries of a plan that name one. `epoch` numbers the next pass where the loop knows better.
+    Attributes are the loader's own.
     """
 
     def __init__(
@@ -101,6 +126,7 @@ class Feed(Generic[T]):
         skip: SkipPlan | None = None,
         epoch: int | None = None,
         part: Part | None = None,
+        rank: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loader = loader
@@ -109,8 +135,9 @@ class Feed(Generic[T]):
         self._observer = observer
         self._entry = (book or LoaderBook()).entry(loader)
         self._skip = skip
+        self._rank = rank
         if epoch is not None:
-            self._entry[1] = epoch
+            self._entry.begun = epoch
         self._part = part or Part("batches")
         self._clock = clock
 
@@ -123,16 +150,18 @@ class Feed(Generic[T]):
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[T]:
-        number, epoch = self._entry
-        self._entry[1] += 1
-        return _Pass(self, number, epoch)
+        epoch = self._entry.begun
+        self._entry.begun += 1
+        self._entry.under_way = True
+        return _Pass(self, self._entry, epoch)
 
 
 class _Pass(Generic[T]):
     """One epoch. Makes the loader's iterator at once, as ``iter(loader)`` does."""
 
-    def __init__(self, feed: Feed[T], number: int, epoch: int) -> None:
-        self._feed, self._number, self._epoch = feed, number, epoch
+    def __init__(self, feed: Feed[T], entry: Entry, epoch: int) -> None:
+        self._feed, self._entry, self._epoch = feed, entry, epoch
+        self._length: int | None = None  # batches in the epoch, where the sampler knows
         self._part, self._observer, self._clock = feed._part, feed._observer, feed._clock
         self._skip = feed._skip
         self._index: int | None = 0
@@ -145,6 +174,8 @@ class _Pass(Generic[T]):
         if self._part.alive:
             with self._part:
                 self._sampler = sampler_for(feed.loader)
+        if self._sampler is not None:
+            self._length = _length(feed.loader)
         start = self._clock()
         if self._sampler is None:
             self._iterator: Iterator[T] = iter(feed.loader)
@@ -166,9 +197,13 @@ class _Pass(Generic[T]):
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                self._entry.under_way = False
                 if self._observer is not None and self._part.alive:
                     with self._part:
                         self._observer.exhausted()
+                if self._skip is not None:
+                    for skip in self._skip.missed(self._entry.number, self._epoch, rank=self._feed._rank):
+                        logger.warning("trackbridge: epoch %d is over, but a batch to skip never came: %s", self._epoch, skip)
                 raise
             except BaseException:
                 self._lost()
@@ -198,7 +233,7 @@ class _Pass(Generic[T]):
             self._begin()
         ids = None if self._recorded is None else self._recorded.take()
         fetch = Fetch(
-            self._number,
+            self._entry.number,
             self._epoch,
             self._index,
             ids,
@@ -209,6 +244,8 @@ class _Pass(Generic[T]):
         )
         if self._index is not None:
             self._index += 1
+            if self._index == self._length:
+                self._entry.under_way = False  # a checkpoint of now goes on with the next epoch
         return fetch
 
     def _begin(self) -> None:
@@ -229,7 +266,7 @@ class _Pass(Generic[T]):
         if fetch.sample_ids is None and any(skip.sample_ids is not None for skip in pending):
             raise UsageError("the skip plan names sample ids, but this loader's are not known; give epoch and index instead")
         ids = plain_ids(fetch.sample_ids) if pending else None
-        return self._skip.take(self._number, self._epoch, fetch.index, ids)
+        return self._skip.take(self._entry.number, self._epoch, fetch.index, ids, rank=self._feed._rank)
 
     def _lost(self) -> None:
         """A fetch failed. Without workers its indices were drawn just now; with workers nobody can say which batch the
@@ -241,3 +278,11 @@ class _Pass(Generic[T]):
         else:
             self._index = None
             self._recorded = None
+
+
+def _length(loader: Any) -> int | None:
+    """Batches in an epoch, None where the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -11,8 +11,8 @@ from trackbridge.errors import UsageError
 
 
 class Skip(BaseModel):
-    """One batch. Fields that are given must all match; None matches anything. `index` is the batch's number within its
-    epoch, `sample_ids` the sampler's indices in the batch's order."""
+    """One batch. Fields that are given must all match; None matches anything. `rank` is the process that fetches it, `index`
+    the batch's number within its epoch, `sample_ids` the sampler's indices in the batch's order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,9 +29,19 @@ class Skip(BaseModel):
             raise ValueError("give index or sample_ids")
         return self
 
-    def matches(self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None) -> bool:
+    def __str__(self) -> str:
+        known = {"loader": self.loader, "epoch": self.epoch, "index": self.index}
+        words = [f"{name} {value}" for name, value in known.items() if value is not None]
+        if self.sample_ids is not None:
+            words.append(f"samples {', '.join(map(str, self.sample_ids[:4]))}{', ...' if len(self.sample_ids) > 4 else ''}")
+        return ", ".join(words) + (f" ({self.why})" if self.why else "")
+
+    def matches(
+        self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None, *, rank: int = 0
+    ) -> bool:
         return (
-            self.loader in (None, loader)
+            self.rank in (None, rank)
+            and self.loader in (None, loader)
             and self.epoch in (None, epoch)
             and self.index in (None, index)
             and self.sample_ids in (None, sample_ids)
@@ -68,10 +78,16 @@ class SkipPlan(BaseModel):
         """Entries that have not matched a batch yet."""
         return tuple(skip for number, skip in enumerate(self.skips) if number not in self._applied)
 
-    def take(self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None) -> bool:
+    def take(
+        self, loader: int, epoch: int, index: int | None, sample_ids: tuple[int | str, ...] | None, *, rank: int = 0
+    ) -> bool:
         """True if this batch is to be skipped; the entry that says so is then used up."""
         for number, skip in enumerate(self.skips):
-            if number not in self._applied and skip.matches(loader, epoch, index, sample_ids):
+            if number not in self._applied and skip.matches(loader, epoch, index, sample_ids, rank=rank):
                 self._applied.add(number)
                 return True
         return False
+
+    def missed(self, loader: int, epoch: int, *, rank: int = 0) -> list[Skip]:
+        """Entries that named a batch of this epoch, which is over, and did not match any."""
+        return [s for s in self.pending if s.epoch == epoch and s.loader in (None, loader) and s.rank in (None, rank)]

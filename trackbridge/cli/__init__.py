@@ -18,6 +18,7 @@ from trackbridge.cli.export import export
 from trackbridge.cli.pull import pull
 from trackbridge.cli.replay import replay
 from trackbridge.cli.report import report
+from trackbridge.cli.rollback import rollback
 from trackbridge.cli.runs import runs
 from trackbridge.cli.show import show
 from trackbridge.cli.sync import sync
@@ -58,5 +59,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, view, sync, export, pull, replay, report, doctor):
+for command in (demo, runs, show, view, sync, export, pull, replay, rollback, report, doctor):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""``trackbridge replay REF --build module:function``: run the bad step again."""
+"""``trackbridge replay REF --build module:function``: run the bad step again, and try what would have prevented it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import typer
 from trackbridge import plugins
 from trackbridge.cli.common import Json, console, plain
 from trackbridge.errors import TrackbridgeError, UsageError
+from trackbridge.ranks import Ranks
 
 if TYPE_CHECKING:
-    from trackbridge.replay import ReplayReport
+    from trackbridge.capsule import SpikeCapsule
+    from trackbridge.replay import CounterfactualReport, ReplayReport
 
 EXIT = {"exact": 0, "within-noise": 0, "not-reproduced": 1, "incomplete": 2}
 ERROR = 3
@@ -24,29 +26,54 @@ ERROR = 3
 
 def replay(
     reference: Annotated[str, typer.Argument(metavar="REF", help="A capsule, as for `trackbridge pull`.")],
-    build: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="Your function that returns (model, optimizer, step).")],
+    build: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Your function that returns (model, optimizer, step).")
+    ] = None,
+    tries: Annotated[
+        str | None,
+        typer.Option(
+            "--try", metavar="LIST", help="Changes to try, such as skip-batch,lower-lr=0.5,clip=0.5,reset-momentum; or all."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Write the suspected batches here, for run.batches(loader, skip=...); needs no --build.")
+    ] = None,
     dest: Annotated[Path | None, typer.Option(help="Where a capsule from a tracker is put.")] = None,
     runs: Annotated[int, typer.Option(min=2, help="How many replays; their differences are the noise floor.")] = 2,
+    keep: Annotated[bool, typer.Option(help="Write what was found into the capsule and its pages.")] = True,
+    publish: Annotated[bool, typer.Option("--publish", help="And deliver the capsule again to the run's trackers.")] = False,
     json: Json = False,
 ) -> None:
-    """Run the steps of a capsule again, and compare every recorded number.
+    """Run the steps of a capsule again, and compare every recorded number; with --try, again with one thing changed at a time.
 
     Exit status: 0 exact or within-noise; 1 not-reproduced; 2 incomplete (something the replay needs is missing);
     3 it could not run.
     """
     try:
+        if build is None and plan is None:
+            raise UsageError("say --build module:function, your code that a replay runs (or --plan FILE, which needs none)")
+        capsule = _fetch(reference, dest)
         plugins.require("torch", "torch")
-        report = _replay(reference, build, dest, runs)
+        if plan is not None:
+            _plan(capsule, plan)
+        if build is None:
+            return
+        report, table = _replay(capsule, build, runs, tries)
     except TrackbridgeError as error:
         typer.echo(f"trackbridge: {error}", err=True)
         raise typer.Exit(ERROR) from None
     except Exception:  # in the user's own code, whose traceback is what they need
         traceback.print_exc()
         raise typer.Exit(ERROR) from None
-    if json:
-        typer.echo(report.model_dump_json())
-    else:
-        _print(report)
+    if Ranks.current().leader:
+        if json:
+            typer.echo(report.model_dump_json() if table is None else _both(report, table))
+        else:
+            _print(report)
+            if table is not None:
+                _print_table(table)
+        if keep or publish:
+            _keep(capsule, report, table, publish=publish)
     raise typer.Exit(EXIT[report.verdict])
 
 
@@ -69,26 +96,89 @@ def function(name: str) -> Callable[[], Any]:
     return made
 
 
-def _replay(reference: str, build: str, dest: Path | None, runs: int) -> ReplayReport:
+def _fetch(reference: str, dest: Path | None) -> SpikeCapsule:
+    from trackbridge.fetch import pull
+
+    with console(stderr=True).status(f"Fetching {plain(reference)} ..."):
+        return pull(reference, dest)
+
+
+def _plan(capsule: SpikeCapsule, path: Path) -> None:
+    from trackbridge.replay.guilty import skip_plan
+
+    found = skip_plan(capsule)
+    found.save(path)
+    say = console(stderr=True)
+    say.print(f"{len(found.skips)} batch(es) in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})")
+
+
+def _replay(
+    capsule: SpikeCapsule, build: str, runs: int, tries: str | None
+) -> tuple[ReplayReport, CounterfactualReport | None]:
     from rich.progress import Progress
 
-    from trackbridge.fetch import pull
-    from trackbridge.replay import rerun
+    from trackbridge.replay import rerun, what_if
+    from trackbridge.replay.counterfactual import Asked
 
+    for text in tries.split(",") if tries else ():
+        if text.strip() != "all":
+            Asked.parse(text)  # before the long work
     progress = console(stderr=True)
     with progress.status("Loading your code ..."):
         made = function(build)
-    with progress.status(f"Fetching {plain(reference)} ..."):
-        capsule = pull(reference, dest)
+    first, last = capsule.restart_step, capsule.span[1]
+    length = last - first + 1
     with Progress(console=progress, transient=True, disable=not progress.is_terminal) as bar:
-        first = capsule.restart_step
-        task = bar.add_task("Replaying", total=None)
+        task = bar.add_task("Replaying", total=runs * length)
 
         def on_step(run: int, step: int, last: int) -> None:
-            count = last - first + 1
-            bar.update(task, total=runs * count, completed=run * count + step - first + 1)
+            bar.update(task, completed=run * length + step - first + 1)
 
-        return rerun(capsule, made, runs=runs, on_step=on_step)
+        report = rerun(capsule, made, runs=runs, on_step=on_step)
+        if tries is None or report.verdict == "incomplete":
+            return report, None
+
+        def on_try(name: str, number: int, count: int, step: int, last: int) -> None:
+            bar.update(task, description=plain(name), total=count * length, completed=number * length + step - first + 1)
+
+        return report, what_if(capsule, made, tries.split(","), replay=report, on_step=on_try)
+
+
+def _both(report: ReplayReport, table: CounterfactualReport) -> str:
+    """One JSON object: the replay's, with the table under ``counterfactuals``."""
+    return f'{report.model_dump_json()[:-1]},"counterfactuals":{table.model_dump_json()}}}'
+
+
+def _keep(capsule: SpikeCapsule, report: ReplayReport, table: CounterfactualReport | None, *, publish: bool) -> None:
+    from trackbridge.replay.keep import keep
+
+    say = console(stderr=True)
+    try:
+        capsule = keep(capsule, replay=report, counterfactuals=table)
+        say.print(f"kept in {plain(capsule.path)} (report.html, post-mortem.md)")
+        if publish:
+            _publish(capsule)
+    except (OSError, TrackbridgeError) as error:
+        say.print(f"[yellow]not kept or published:[/] {plain(error)}")
+        if publish:
+            raise typer.Exit(ERROR) from None
+
+
+def _publish(capsule: SpikeCapsule) -> None:
+    from trackbridge.rundir import RunDirectory
+    from trackbridge.seal import artifact_for
+    from trackbridge.shipper import sync
+    from trackbridge.shipping.publish import publish
+
+    directory = RunDirectory(capsule.path.parent.parent)
+    if not directory.file.is_file():
+        raise UsageError(f"{capsule.path} is not in its run's folder, whose journal knows the trackers; replay RUN_DIR@STEP")
+    publish(directory, artifact_for(directory.path, capsule.anomaly, capsule.path))
+    done = sync(directory.path)
+    say = console(stderr=True)
+    for status in done.backends:
+        left = f"[yellow]{status.lag} records left; trackbridge sync {plain(directory.path)}[/]" if status.lag else "delivered"
+        say.print(f"{status.kind}: {left}{f'; {plain(status.where)}' if status.where else ''}")
 
 
 def _print(report: ReplayReport) -> None:
@@ -113,3 +203,29 @@ def _print(report: ReplayReport) -> None:
         out.print(f"[yellow]missing[/] {plain(text)}")
     colour = "green" if EXIT[report.verdict] == 0 else "red"
     out.print(f"verdict: [bold {colour}]{report.verdict}[/] ({plain(report.reason)})")
+
+
+def _print_table(found: CounterfactualReport) -> None:
+    from rich.table import Table
+
+    from trackbridge.cli.common import sparkline
+    from trackbridge.lab.counterfactuals import number
+
+    out = console()
+    if found.caution:
+        out.print(f"[red]{plain(found.caution)}[/]")
+    table = Table("", "change", "outcome", "distance", "given up", "score", "loss", "", box=None, pad_edge=False)
+    for tried in (*found.tries, found.rerun):
+        colour = {"prevented": "green", "remains": "red"}.get(tried.outcome, "dim")
+        numbers = (number(tried.distance), f"{tried.given_up:.0%}" if tried.ran else "", number(tried.score))
+        told = "" if tried.outcome == "remains" else tried.reason
+        curve = sparkline(tried.losses, 24)
+        table.add_row(str(tried.rank or ""), plain(tried.name), f"[{colour}]{tried.outcome}[/]", *numbers, curve, plain(told))
+    out.print(table)
+    fitted = f"steps {found.trend.first} to {found.trend.last}"
+    out.print(f"[dim]distance: mean sigmas above the trend of {fitted}; score: distance + given up[/]")
+    best = found.best
+    if best is not None:
+        out.print(f"what would have prevented it: [bold green]{plain(best.name)}[/] ({plain(best.what)})")
+    else:
+        out.print("none of these changes would have prevented it")

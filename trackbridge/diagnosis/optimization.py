@@ -10,7 +10,7 @@ from trackbridge.diagnosis.view import View, in_steps, number, times
 _FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
 
 
-@rule("lr-discontinuity", intervention="lower-lr=0.5")
+@rule("lr-discontinuity", intervention="hold-lr")
 def lr_discontinuity(view: View, case: Case) -> None:
     jump = view.lr_jump
     if jump is None:
@@ -86,7 +86,7 @@ def _clipping(view: View, case: Case) -> None:
         case.against(WEAK, f"clipping held the applied norm at {number(bound)}")
 
 
-@rule("optimizer-state-lost", intervention="reset-momentum")
+@rule("optimizer-state-lost", intervention="restore-optimizer")
 def optimizer_state_lost(view: View, case: Case) -> None:
     fell = _moment_falls(view)
     if fell:

@@ -1,0 +1,51 @@
+"""``trackbridge rollback RUN``: which checkpoint to go back to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trackbridge.cli.common import Json, console, emit, find_run, plain
+
+
+def rollback(
+    reference: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a run's id or name.")],
+    step: Annotated[int | None, typer.Option(help="Of the anomaly to go back from; default: the newest lasting one.")] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="Where to look for ids and names.")] = Path("runs"),
+    json: Json = False,
+) -> None:
+    """Name the newest checkpoint that is clean by the record, and say why each newer one is not.
+
+    Checkpoints are those that run.checkpoint_saved told of. Exit status 1 if none is clean.
+    """
+    from trackbridge import rollback as advise
+    from trackbridge.backends.words import anomaly_line
+
+    found = advise(find_run(reference, folder), step=step)
+    if json:
+        emit(
+            {
+                "anomaly": None if found.anomaly is None else asdict(found.anomaly),
+                "precursor": found.precursor,
+                "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
+                "rejected": [{**asdict(rejected.saved), "why": rejected.why} for rejected in found.rejected],
+            }
+        )
+    else:
+        out = console()
+        if found.anomaly is None:
+            out.print("no anomaly: the newest checkpoint is as good as any")
+        else:
+            out.print(plain(anomaly_line(found.anomaly)))
+        if found.precursor is not None:
+            out.print(f"its first sign: {plain(found.precursor[0])} at step {found.precursor[1]}")
+        for rejected in found.rejected:
+            saved = f"{rejected.saved.path} (after {rejected.saved.step} steps)"
+            out.print(f"[red]not[/] {plain(saved)}: it {plain(rejected.why)}")
+        colour = "red" if found.checkpoint is None else "green"
+        out.print(f"go back to: [bold {colour}]{plain(found)}[/]")
+    if found.checkpoint is None:
+        raise typer.Exit(1)
