@@ -235,6 +235,10 @@ def known(series: str) -> names.Metric | None:
     return next((metric for metric in names.CATALOGUE if metric.name == series), None) or names.describe(series)
 
 
+PAGE = "page"
+"""What the HTML page of a capsule is called where it is shown beside the pictures."""
+
+
 def picture(panel: Panel) -> str:
     """What the picture of a heatmap panel is called in every tracker, and, with ``.png``, in a capsule."""
     return f"pictures/{panel.id}"
@@ -252,6 +256,4 @@ def of(use: Use, present: Collection[str] | None = None) -> list[Panel]:
     """The panels of a section as `use` wants them, in the order of `PANELS`. `present` are the series of the run: panels that
     would be empty are left out; None leaves out none. Raises `KeyError` for a series that the catalogue does not have."""
     found = [panel for panel in PANELS if panel.section == use.section and (not use.only or panel.id in use.only)]
-    drawn = [panel for panel in found if catalogued(panel)]
-    there = [panel for panel in drawn if present is None or any(map(panel.draws, present))]
-    return [panel for panel in found if panel in there or not panel.series]
+    return [panel for panel in found if not catalogued(panel) or present is None or any(map(panel.draws, present))]

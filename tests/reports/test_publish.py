@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests import replays
 from tests.reports.conftest import PROJECT
 from tests.reports.specs import charts
 from tests.wandb_server import Status, WandbServer
-from trackbridge import load
+from trackbridge import load, panels, shipper
 from trackbridge.cli import app
 from trackbridge.panels import TEMPLATES
 from trackbridge.reports import wandb_report, wandb_workspace
@@ -121,9 +122,9 @@ def test_the_workspace_of_a_project(server: WandbServer, ref: str, tmp_path: Pat
 
 
 def test_a_run_on_this_disk_knows_where_it_is_in_wandb(server: WandbServer, recorded: Path) -> None:
-    assert f"/team/{PROJECT}/reports/" in said(recorded)
     told = json.loads(said(recorded.name, "--dir", recorded.parent, "--json"))
-    assert told["template"] == "spike-forensics" and told["created"] is False, "the same report by another reference"
+    assert told["template"] == "spike-forensics" and told["created"] is True
+    assert f"/team/{PROJECT}/reports/" in told["url"]
 
 
 def test_a_dry_run_contacts_nobody(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
@@ -198,3 +199,33 @@ def test_the_post_mortem(server: WandbServer, recorded: Path, ref: str, tmp_path
     assert said(f"{recorded}@{newest.step}", "--post-mortem") == text
     assert said(recorded / str(newest.capsule), "--post-mortem") == text
     assert said(f"{ref}@{newest.step}", "--post-mortem") == text, "out of the tracker"
+
+
+def test_a_capsule_brings_its_pictures_and_its_page(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
+    held = server.run(PROJECT, recorded.name)
+    (row,) = [row for row in held.history() if "pictures/gradient-map" in row]
+    spike = load(recorded).anomalies[0]
+    assert row["trackbridge/step"] == spike.step and "trackbridge/seq" not in row
+    kinds = {key: row[key]["_type"] for key in row if isinstance(row[key], dict)}
+    assert kinds == {
+        **{panels.picture(panel): "image-file" for panel in panels.PANELS if panel.view == "heatmap"}, "page": "html-file",
+    }  # fmt: skip
+    said(ref, "--dir", tmp_path)
+    (view,) = server.views.all.values()
+    media = [key for chart in charts(json.loads(view.spec)) for key in chart["config"].get("mediaKeys") or ()]
+    assert set(media) == set(kinds), "and the report shows them all"
+
+
+def test_the_run_makes_the_report_itself_on_its_first_anomaly(recorded: Path, served: WandbServer, tmp_path: Path) -> None:
+    """A setting of the backend; done by the process that speaks to W&B, with the command that a person would type."""
+    from wandb_kit import QuickConfig
+
+    copy = tmp_path / recorded.name
+    shutil.copytree(recorded, copy, ignore=shutil.ignore_patterns("shipper", "wandb"))
+    served.views.all.clear()
+    config = QuickConfig(base_url=served.url, project="by-itself", report=True)
+    assert shipper.sync(copy, [config], timeout=100).complete
+    (view,) = served.views.all.values()
+    assert (view.entity, view.project) == ("team", "by-itself") and view.display.startswith("Spike forensics: spike")
+    assert served.run("by-itself", recorded.name).summary["trackbridge/report"].endswith(view.id)
+    assert view.id in said(copy), "made again by hand it is the same"

@@ -104,8 +104,9 @@ def _held_pictures(record: RunRecord) -> list[str]:
 
 
 def pictures(there: Collection[str], ending: str = "") -> set[str]:
-    """The ids of the panels whose picture is among the names `there`, which end with `ending`."""
-    return {panel.id for panel in panels.PANELS if panel.view == "heatmap" and f"{panels.picture(panel)}{ending}" in there}
+    """The ids of the panels whose picture is among the names `there`, which end with `ending`; `panels.PAGE` for the page."""
+    maps = (panel for panel in panels.PANELS if panel.view == "heatmap")
+    return ({panels.PAGE} & set(there)) | {panel.id for panel in maps if f"{panels.picture(panel)}{ending}" in there}
 
 
 def of_facts(anomaly_id: str, facts: Mapping[str, Any]) -> Anomaly:

@@ -17,7 +17,7 @@ from typing import Any
 
 from trackbridge import panels
 from trackbridge.answers import QUESTIONS, answers
-from trackbridge.panels import CONTENTS, Panel, Template, Use
+from trackbridge.panels import Panel, Template, Use
 from trackbridge.plugins import require
 from trackbridge.records import Anomaly
 
@@ -156,7 +156,7 @@ def from_spec(spec: dict[str, Any], entity: str, project: str, title: str) -> An
 def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
     """The blocks of one section: its charts in a grid, then its texts and tables. Nothing if it has nothing to show."""
     wr = require("wandb_workspaces.reports.v2", "reports")
-    found = [panel for panel in panels.of(use, subject.present) if shows(panel, subject)]
+    found = [panel for panel in panels.of(use) if shows(panel, subject)]
     if template.about == "project" and use.section == "outcome":
         found = [panel for panel in found if panel.view != "scalar"]
     if not found:
@@ -173,19 +173,25 @@ def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
         if panel.content == "capsule" and subject.artifact is not None:
             yield wr.MarkdownBlock(_commands(subject))
             yield wr.WeaveBlockArtifact(subject.entity, subject.project, subject.artifact, "files")
+            if panels.PAGE in (subject.pictures or ()):
+                page = wr.MediaBrowser(
+                    media_keys=[panels.PAGE], num_columns=1, layout=wr.Layout(0, 0, COLUMNS, 2 * PICTURE_HEIGHT)
+                )
+                yield wr.PanelGrid(runsets=[_runset(subject)], panels=[page])
         elif panel.content in subject.texts:
             yield wr.H3(panel.title)
             yield wr.MarkdownBlock(subject.texts[panel.content])
 
 
 def shows(panel: Panel, subject: Subject) -> bool:
-    """Whether the subject has what `panel` shows besides series."""
+    """Whether the subject has what `panel` shows, as far as is known."""
     if panel.content == "capsule":
         return subject.artifact is not None
     if panel.content:
-        assert panel.content in CONTENTS
         return panel.content in subject.texts
-    return panel.view != "heatmap" or subject.pictures is None or panel.id in subject.pictures
+    if panel.view == "heatmap" and subject.pictures is not None:
+        return panel.id in subject.pictures  # made from the journal, which has every layer; W&B may have none of them
+    return subject.present is None or any(map(panel.draws, subject.present))
 
 
 def plots(

@@ -18,7 +18,7 @@ def build(subject: Subject) -> dict[str, Any]:
     ws = require("wandb_workspaces.workspaces", "reports")
     sections = []
     for use in TEMPLATES["workspace"].uses:
-        found = [panel for panel in panels.of(use, subject.present) if panel.series and shows(panel, subject)]
+        found = [panel for panel in panels.of(use) if panel.series and shows(panel, subject)]
         if found:
             sections.append(
                 ws.Section(
