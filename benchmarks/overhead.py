@@ -6,8 +6,12 @@
 
 Each case owns a model, an optimizer and, unless it is a base, a run. Rounds of a few steps go round the cases, so that a drift
 of the machine's clock meets all of them; the figure is the median over rounds of a case's time over that of the base in the
-same round, with the quartiles. The floor is the time to read, at this device's measured bandwidth, every byte that the
-statistics are a function of, averaged over the cadence.
+same round, with the quartiles. The mean is over all rounds together, so that it holds the rare steps (a snapshot) as well. On
+a GPU a round is as long as the cadence of the default configuration. Eager and compiled each get a process of their own: a
+profiler that has run in a process makes later launches in it slower.
+
+The floor is the time to read, at this device's measured bandwidth, every byte that the statistics are a function of, averaged
+over the cadence.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +36,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trackbridge
+from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
+from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.sites import choose
 
 EVERYTHING: dict[str, Any] = {
     "parameters": {"gradients_every": 1, "weights_every": 1, "moments_every": 1},
@@ -207,12 +215,24 @@ def bandwidth(device: str) -> float:
     return x.nbytes / statistics.median(times)
 
 
-def floor_bytes(case: Case, sites: int, hidden: int, settings: dict[str, Any]) -> float:
+def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     """Bytes of one step that default or full statistics are a function of, each read once, averaged over the cadence."""
+    outputs: list[int] = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        outputs.append(0 if tensor is None else tensor.nbytes)
+
+    sites = choose(case.model, ActivationsConfig(**settings.get("activations", {})))
+    hooks = [module.register_forward_hook(note) for _, module in sites]
+    tokens = case.data[0]
+    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=case.autocast):
+        case.model(tokens[:, :-1], tokens[:, 1:])
+    for hook in hooks:
+        hook.remove()
     weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
-    parameters = settings.get("parameters", {})
-    every = parameters.get("weights_every", 10), parameters.get("moments_every", 10)
-    return weights + 2 * weights / every[0] + 2 * weights / every[1] + sites * hidden
+    parameters = {"weights_every": 10, "moments_every": 10, **settings.get("parameters", {})}
+    return weights + 2 * weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + sum(outputs)
 
 
 def synchronisations(case: Case) -> list[str]:
@@ -231,7 +251,7 @@ def synchronisations(case: Case) -> list[str]:
 def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     device = arguments.device
     folder = Path(tempfile.mkdtemp(prefix="overhead-"))
-    shape = (16, 1025) if device == "cuda" else (8, 129)
+    shape = tuple(arguments.shape)
     vocabulary = 50257 if device == "cuda" else 256
     data = [torch.randint(0, vocabulary, shape, device=device) for _ in range(8)]
     closing: list[Callable[[], Any]] = []
@@ -287,15 +307,17 @@ def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     for name, case in cases.items():
         ratios = [mine / theirs - 1 for mine, theirs in zip(case.times, base.times, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        rows[name] = {"ms": 1e3 * statistics.median(case.times), "overhead": middle, "quartiles": [low, high]}
+        rows[name] = {
+            "ms": 1e3 * statistics.median(case.times),
+            "overhead": middle,
+            "quartiles": [low, high],
+            "mean_overhead": sum(case.times) / sum(base.times) - 1,
+        }
         if name in memory:
             rows[name]["memory_bytes"] = memory[name] - memory["base"]
         settings = configurations.get(name)
         if settings is not None:
-            hidden = data[0][:, 1:].numel() * (768 * 2 if device == "cuda" else 192 * 4)
-            depth = 12 if device == "cuda" else 6
-            sites = 1 + (3 * depth if "activations" in settings else depth)
-            rows[name]["floor_ms"] = 1e3 * floor_bytes(case, sites, hidden, settings) / read
+            rows[name]["floor_ms"] = 1e3 * floor_bytes(base, settings) / read
             rows[name]["cost_ms"] = 1e3 * statistics.median(a - b for a, b in zip(case.times, base.times, strict=True))
     if device == "cuda":
         result["recompiles_after_warmup"] = counters["stats"]["unique_graphs"] - graphs
@@ -390,7 +412,9 @@ def show(result: dict[str, Any]) -> None:
     for name, row in result.get("cases", {}).items():
         low, high = row["quartiles"]
         extra = "".join(
-            f"  {key} {row[key]:.3g}" for key in ("cost_ms", "floor_ms", "memory_bytes", "synchronise_calls") if key in row
+            f"  {key} {row[key]:.3g}"
+            for key in ("mean_overhead", "cost_ms", "floor_ms", "memory_bytes", "synchronise_calls")
+            if key in row
         )
         print(f"  {name:24s} {row['ms']:8.2f} ms  {100 * row['overhead']:+7.2f}%  [{100 * low:+.2f}, {100 * high:+.2f}]{extra}")
     for key in ("recompiles_after_warmup", "graph_breaks"):
@@ -401,6 +425,14 @@ def show(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def apart(mode: str) -> dict[str, Any]:
+    """The result of one mode, from a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--json", file.name], check=True)
+        result: dict[str, Any] = json.loads(Path(file.name).read_text())[0]
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -408,7 +440,10 @@ def main() -> None:
         "--mode", choices=["eager", "compiled", "both"], default=None, help="default: eager on cpu, both on cuda"
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    parser.add_argument("--steps", type=int, help="steps per round; default: 5 on the CPU, 10 on a GPU")
+    parser.add_argument(
+        "--shape", type=int, nargs=2, help="sequences, and tokens of each with the target; a small one is launch-bound"
+    )
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="names of the cases besides the base")
     parser.add_argument("--peers", action="store_true", help="also wandb.watch, trainscope and a naive loop")
@@ -416,15 +451,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
+    on_gpu = arguments.device == "cuda"
+    mode = arguments.mode or ("both" if on_gpu else "eager")
+    arguments.steps = arguments.steps or (10 if on_gpu else 5)
+    arguments.shape = arguments.shape or ((16, 1025) if on_gpu else (8, 129))
     if arguments.scaling:
         results = [scaling(arguments)]
+    elif mode == "both":
+        results = [apart(one) for one in ("eager", "compiled")]
     else:
-        mode = arguments.mode or ("both" if arguments.device == "cuda" else "eager")
-        results = [
-            compare(arguments, compiled) for compiled in (False, True) if mode in ("both", ("eager", "compiled")[compiled])
-        ]
+        results = [compare(arguments, mode == "compiled")]
     for result in results:
-        show(result)
+        if mode != "both":  # else each process has shown its own
+            show(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

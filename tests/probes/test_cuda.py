@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from tests.probes.kit import Lab
 from tests.probes.test_activations import Stack, acts, batch, fires
 from tests.probes.test_gradients import layer
 from tests.probes.test_moments import CASES, truth
-from trackbridge.probes.moments import STATISTICS, WIDTH, finish
+from trackbridge.probes.moments import FIRES, STATISTICS, WIDTH, finish
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from trackbridge.probes import kernels, reduce
+from trackbridge.probes import kernels, observe_kernels, reduce
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's
@@ -37,20 +38,58 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def observed(*parts: Tensor) -> dict[str, float]:
-    slab = torch.zeros(WIDTH + 3, dtype=torch.float64, device=GPU)
-    slab[-1] = 1.0
+GATE = 2 + 2 * WIDTH  # in a slab of two numbers, two sites, and the gate
+
+
+def new_slab(gate: float = 1.0) -> Tensor:
+    slab = torch.zeros(GATE + 1, dtype=torch.float64, device=GPU)
+    slab[-1] = gate
+    return slab
+
+
+def eager(part: Tensor, cells: Tensor, slab: Tensor) -> None:
+    observe_kernels.observe(part, cells, slab, 1, GATE)
+
+
+@torch._dynamo.config.patch(recompile_limit=200)
+@torch.compile(fullgraph=True, dynamic=False)
+def traced(part: Tensor, cells: Tensor, slab: Tensor) -> None:
+    observe_kernels.trace(part, cells, slab, 1, GATE)
+
+
+Ways = pytest.mark.parametrize("way", [eager, traced], ids=["eager", "traced"])
+
+
+def observed(*parts: Tensor, way: Any = eager) -> dict[str, float]:
+    """What is known of a site after `parts`; another site and the rest of the slab must stay as they were."""
+    slab, cells = new_slab(), observe_kernels.cells_for(2, GPU)
     for part in parts:
-        kernels.observe(part, slab, 2, WIDTH + 2)
-    assert slab[:2].tolist() == [0, 0] and slab[-1] == 1
-    values, present = finish(slab[2 : 2 + WIDTH].cpu().numpy().reshape(1, WIDTH))
+        way(part, cells, slab)
+    observe_kernels.collect(cells, slab, 2)
+    assert not slab[: 2 + WIDTH].any() and slab[-1] == 1 and not cells.any()
+    assert slab[2 + WIDTH + FIRES] == len(parts)
+    values, present = finish(slab[2 + WIDTH : GATE].cpu().numpy().reshape(1, WIDTH))
     return {name: v for name, v, here in zip(STATISTICS, values[:, 0].tolist(), present[:, 0], strict=True) if here}
 
 
-@pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
-def test_moments(parts: list[Tensor]) -> None:
+def wide(x: Tensor) -> Tensor:
+    """Rows that a graph takes the moments of, from a case's elements."""
+    return x.reshape(-1).repeat(1 + 1024 // x.numel())[: x.numel() // 512 * 512 or 512].reshape(-1, 512)
+
+
+WIDE_CASES = {f"{name}, wide": [wide(part) for part in parts] for name, parts in CASES.items()}
+
+
+@pytest.mark.parametrize(
+    "parts, way",
+    [
+        *((pytest.param(parts, eager, id=name)) for name, parts in (CASES | WIDE_CASES).items()),
+        *((pytest.param(parts, traced, id=f"{name}, traced")) for name, parts in WIDE_CASES.items()),
+    ],
+)
+def test_moments(parts: list[Tensor], way: Any) -> None:
     parts = [part.float() if part.dtype == torch.float64 else part for part in parts]
-    found, true = observed(*(part.to(GPU) for part in parts)), truth(*parts)
+    found, true = observed(*(part.to(GPU) for part in parts), way=way), truth(*parts)
     assert found["mean"] == pytest.approx(true["mean"], abs=2e-6 * true["rms"])
     assert found["std"] == pytest.approx(true["std"], rel=1e-4)
     assert found["rms"] == pytest.approx(true["rms"], rel=1e-5)
@@ -73,32 +112,36 @@ def test_moments_of_random_shapes(seed: int) -> None:
         assert found["kurtosis"] == pytest.approx(true["kurtosis"], rel=1e-3, abs=1e-2)
 
 
-@pytest.mark.parametrize("x", [torch.ones(8), torch.full((300_000,), 0.1), torch.zeros(5)])
-def test_constant(x: Tensor) -> None:
-    assert "kurtosis" not in observed(x.to(GPU))
+@Ways
+@pytest.mark.parametrize("x", [torch.ones(8), torch.full((300_000,), 0.1), torch.full((300, 512), 0.1), torch.zeros(5)])
+def test_constant(x: Tensor, way: Any) -> None:
+    found = observed(x.to(GPU), x.to(GPU), way=way)
+    assert "kurtosis" not in found
+    assert found["max"] == x.max() and found["mean"] == pytest.approx(float(x.flatten()[0]), rel=1e-6)
 
 
-def test_nonfinite_elements() -> None:
-    x = torch.randn(100_000, device=GPU)
-    x[5], x[77_777], x[99_999] = float("nan"), float("inf"), -float("inf")
-    assert observed(torch.randn(10, device=GPU), x) == {"nonfinite": 3.0}
+@Ways
+@pytest.mark.parametrize("shape", [(102_400,), (200, 512)])
+def test_nonfinite_elements(shape: tuple[int, ...], way: Any) -> None:
+    x = torch.randn(102_400, device=GPU)
+    x[5], x[77_777], x[102_399] = float("nan"), float("inf"), -float("inf")
+    assert observed(torch.randn(10, device=GPU), x.view(shape), way=way) == {"nonfinite": 3.0}
 
 
-def test_the_gate_is_on_the_device() -> None:
-    slab = torch.zeros(WIDTH + 1, dtype=torch.float64, device=GPU)
-    kernels.observe(torch.randn(10, device=GPU), slab, 0, WIDTH)
-    assert not slab.any()
+@Ways
+@pytest.mark.parametrize("shape", [(10,), (20, 512)])
+def test_the_gate_is_on_the_device(shape: tuple[int, ...], way: Any) -> None:
+    slab, cells = new_slab(gate=0.0), observe_kernels.cells_for(2, GPU)
+    way(torch.randn(shape, device=GPU), cells, slab)
+    observe_kernels.collect(cells, slab, 2)
+    assert not slab.any() and not cells.any()
 
 
 def test_the_same_bits_every_time() -> None:
     x = torch.randn(3_000_001, device=GPU)
-    slabs = []
-    for _ in range(20):
-        slab = torch.zeros(WIDTH + 1, dtype=torch.float64, device=GPU)
-        slab[-1] = 1
-        kernels.observe(x, slab, 0, WIDTH)
-        slabs.append(slab)
-    assert all(torch.equal(slab, slabs[0]) for slab in slabs)
+    for way in (eager, traced):
+        for y in (x, x[: 3_000_000 // 512 * 512].view(-1, 512)):
+            assert len({tuple(observed(y, y, way=way).items()) for _ in range(20)}) == 1
     results = [kernels.summarise([x, x[:1000], x[1:70000]]) for _ in range(20)]
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -109,6 +152,7 @@ def test_norms_peaks_and_counts(dtype: torch.dtype) -> None:
     base = torch.randn(40_000_003, device=GPU).to(dtype)
     tensors = [base[:1], base[1:3000], base[3000:70_000].view(67, 1000).t(), base, base[:0x10000], base[5:0x20005] * 100]
     found = kernels.summarise(tensors)
+    assert found.shape == (3, len(tensors))
     exact = [float(np.linalg.norm(t.double().cpu().numpy().ravel())) for t in tensors]
     assert found[0].tolist() == pytest.approx(exact, rel=2e-6)
     assert found[1].tolist() == [t.abs().max().item() for t in tensors]
@@ -120,18 +164,82 @@ def test_norms_peaks_and_counts(dtype: torch.dtype) -> None:
 
 
 def test_ranges_outside_float32_squares() -> None:
-    tensors = [torch.randn(5000, device=GPU) * scale for scale in (1e25, 1e-25, 0.0)]
+    tensors = [torch.randn(50_000, device=GPU) * scale for scale in (1e25, 1e18, 1e-25, 1e-35, 0.0)]
     exact = [float(np.linalg.norm(t.double().cpu().numpy())) for t in tensors]
     assert kernels.summarise(tensors)[0].tolist() == pytest.approx(exact, rel=1e-5)
 
 
-def test_differences() -> None:
-    old = [torch.randn(n, device=GPU) for n in (3, 70_000, 200_001)]
-    new = [t + 1e-3 * torch.randn_like(t) for t in old]
+@pytest.mark.parametrize("step", [1e-3, 1e-22, 0.0])
+def test_differences(step: float) -> None:
+    old = [torch.randn(n, device=GPU) * (1.0 if step > 1e-9 else 0.0) for n in (3, 70_000, 200_001)]
+    new = [t + step * torch.randn_like(t) for t in old]
     norm, moved = reduce.norms_and_differences(new, old)
     assert norm.tolist() == pytest.approx([t.double().norm().item() for t in new], rel=1e-6)
     exact = [(a.double() - b.double()).norm().item() for a, b in zip(new, old, strict=True)]
     assert moved.tolist() == pytest.approx(exact, rel=1e-5)
+
+
+def plain_and_ours(gradients: list[Tensor], **clip: Any) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor, Lab]:
+    """The same gradients clipped by torch, and by us: gradients, total, gradients, total."""
+    found: list[Any] = []
+    for ours in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.zeros_like(g)) for g in gradients])
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        lab = Lab(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        clipping = lab.instruments.clip_grad_norm_ if ours else partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+        found += [[p.grad for p in model], clipping(**clip)]
+    next(iter(lab.optimizers.values())).step()
+    return (*found, lab)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.isnan().equal(b.isnan()) and a.nan_to_num(7).equal(b.nan_to_num(7)) and a.signbit().equal(b.signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.7, 1e9])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_torchs_to_the_bit(dtype: torch.dtype, max_norm: float, bad: float | None, norm_type: float) -> None:
+    torch.manual_seed(0)
+    base = torch.randn(1_000_003, device=GPU) * 0.1
+    gradients = [base[:1], base[1:3000], base[3000:70_000].view(67, 1000).t(), base, base[:0x10000], base[5:0x20005]]
+    if norm_type == 2.0:  # the others are not defined there
+        gradients.append(base[:0])
+    gradients = [(gradient * 10.0 ** (number - 4)).to(dtype) for number, gradient in enumerate(gradients)]
+    if bad is not None:
+        gradients[3][[7, 500_000]] = bad
+    theirs, their_total, ours, our_total, lab = plain_and_ours(gradients, max_norm=max_norm, norm_type=norm_type)
+    assert same_bits(their_total, our_total)
+    assert all(same_bits(a, b) for a, b in zip(theirs, ours, strict=True))
+    found = lab.close()
+    counts = {name: v for name, v in layer(found, "grad_nonfinite").items() if v}
+    assert counts == ({} if bad is None else {"3": 2.0})
+    if bad is None:
+        exact = {str(i): float(np.linalg.norm(g.double().cpu().numpy().ravel())) for i, g in enumerate(theirs) if g.numel()}
+        assert layer(found, "grad_norm") == pytest.approx(exact, rel=2e-6)
+        assert layer(found, "grad_max") == {str(i): g.abs().max().item() for i, g in enumerate(theirs) if g.numel()}
+
+
+def test_gradients_changed_after_clipping_are_measured_again() -> None:
+    model = nn.Linear(4, 4).to(GPU)
+    lab = Lab(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 4, device=GPU)).sum().backward()
+    lab.instruments.clip_grad_norm_(1.0)
+    model.weight.grad.mul_(3.0)
+    true = {name: p.grad.norm().item() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert layer(lab.close(), "grad_norm") == pytest.approx(true)
+
+
+def test_what_torch_must_scale_itself() -> None:
+    total, x = torch.ones((), device=GPU), torch.randn(64, 64, device=GPU)
+    assert reduce.scalable([x[:32], x[32:]], total) and reduce.scalable([x.t()], total)
+    assert not reduce.scalable([x, x], total)  # a gradient that two parameters share: each scales it
+    assert not reduce.scalable([x[:, :8]], total)
+    assert not reduce.scalable([x.double()], total) and not reduce.scalable([x, x.half()], total)
+    assert not reduce.scalable([x.cpu()], total) and not reduce.scalable([x], total.cpu())
 
 
 def train(device: torch.device, *, clip: bool = True, steps: int = 4, **config: Any) -> list[dict[str, float]]:
@@ -279,6 +387,7 @@ def test_cuda_graphs_are_kept() -> None:
     for step in range(5):
         torch.compiler.cudagraph_mark_step_begin()
         run(batch(step).to(GPU)).square().mean().backward()
+        model.zero_grad()  # a gradient that stays lies in the graph's memory, which the next replay overwrites
     assert not counters["inductor"]["cudagraph_skips"]
 
 

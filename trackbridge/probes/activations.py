@@ -17,9 +17,9 @@ from torch import nn
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import Part
-from trackbridge.probes import moments, reduce
+from trackbridge.probes import moments
 from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
-from trackbridge.probes.observe import observe
+from trackbridge.probes.observe import observe, observers
 from trackbridge.probes.outputs import first_tensor, is_transformed
 from trackbridge.probes.phases import in_backward
 from trackbridge.probes.sites import choose
@@ -64,9 +64,9 @@ class ActivationProbe:
         always.fill_(1.0)
         # its address never changes: CUDA graphs may then write to it (otherwise the compiler gives up on them)
         torch._dynamo.mark_static_address(slab.tensor)
-        offset, gate = slab.offset("activations"), slab.offset("activations_gate")
+        self._place = Place(slab, slab.offset("activations"), slab.offset("activations_gate"), len(self._sites))
         for number, (module, model) in enumerate(self._sites):
-            hook = SiteHook(self, module, model, slab.tensor, offset + number * moments.WIDTH, gate, self._inside)
+            hook = SiteHook(self, module, model, self._place, number, self._inside)
             self._hooks.append(hook)
             self._handles.append(_install(module, hook))
         self.gate()
@@ -85,6 +85,7 @@ class ActivationProbe:
             self._switch.fill_(float(self._gate.due(self._every)))
 
     def measure(self) -> None:
+        self._place.collect()
         for hook in self._hooks:
             hook.pending = 0
 
@@ -117,47 +118,62 @@ class ActivationProbe:
             )  # fmt: skip
 
 
+class Place:
+    """Where outputs of sites are added up: rows of the slab, and on a GPU cells that become rows at the end of a step."""
+
+    def __init__(self, slab: Slab, offset: int, gate: int, sites: int) -> None:
+        self.slab = slab.tensor
+        self.offset = offset
+        self.gate = gate  # of compiled regions; the next element stays open
+        self.kernels: Any = observers() if slab.device.type == "cuda" and sites else None
+        self.cells = self.kernels.cells_for(sites, slab.device) if self.kernels is not None else None
+        on_cpu = slab.device.type == "cpu"
+        self._rows = slab.device_view("activations").numpy().reshape(-1, moments.WIDTH) if on_cpu else None
+
+    def add(self, y: torch.Tensor, site: int) -> None:
+        if self._rows is not None and y.device.type == "cpu":
+            moments.add_on_cpu(y, self._rows[site])
+        elif self._readable(y):
+            self.kernels.observe(y, self.cells, self.slab, site, self.gate + 1)
+        else:
+            observe(y, self.slab, self.offset + site * moments.WIDTH, self.gate + 1)
+
+    def trace(self, y: torch.Tensor, site: int) -> None:
+        """`add` as operations of a graph; what they do depends on the gate."""
+        if self._readable(y):
+            self.kernels.trace(y, self.cells, self.slab, site, self.gate)
+        else:
+            torch.ops.trackbridge.observe(y, self.slab, self.offset + site * moments.WIDTH, self.gate)
+
+    def collect(self) -> None:
+        """The end of a step: cells to rows."""
+        if self.kernels is not None:
+            self.kernels.collect(self.cells, self.slab, self.offset)
+
+    def _readable(self, y: torch.Tensor) -> bool:
+        return self.kernels is not None and y.device == self.slab.device and y.dtype in self.kernels.READABLE
+
+
 class SiteHook(Inert):
     """The forward hook of one site. `pending` counts calls in the forward pass that a recomputation may still repeat."""
 
     def __init__(
-        self,
-        probe: ActivationProbe,
-        module: nn.Module,
-        model: nn.Module,
-        slab: torch.Tensor,
-        offset: int,
-        gate: int,
-        inside_compiled: bool,
+        self, probe: ActivationProbe, module: nn.Module, model: nn.Module, place: Place, site: int, inside_compiled: bool
     ) -> None:
         self.probe: ActivationProbe | None = probe
-        self.module = id(module)
+        self.module = id(module)  # not the module: data-parallel replicas share hooks with the original
         self.model = model
-        self.slab = slab
-        self.offset = offset
-        self.gate = gate
+        self.place = place
+        self.site = site
         self.inside_compiled = inside_compiled
         self.pending = 0
-        on_cpu = slab.device.type == "cpu"
-        self.row = slab[offset : offset + moments.WIDTH].numpy() if on_cpu else None
-        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-        kernels = reduce.kernels_for(slab.new_empty(1, dtype=torch.float32))
-        if kernels is not None:
-            self.scratch = kernels.scratch_on(slab.device)
-
-    def _traced(self, y: torch.Tensor) -> None:
-        """The operation for the graph: the kernel itself where the compiler can see into it."""
-        if self.scratch is not None and y.dtype is not torch.float64:
-            torch.ops.trackbridge.observe_triton(y, self.slab, *self.scratch, self.offset, self.gate)
-        else:
-            torch.ops.trackbridge.observe(y, self.slab, self.offset, self.gate)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             if self.inside_compiled and torch.is_grad_enabled() and module.training:
                 tensor = first_tensor(output)
                 if tensor is not None:
-                    self._traced(tensor.detach())
+                    self.place.trace(tensor.detach(), self.site)
             return
         probe = self.probe
         if probe is None or not probe._part.alive or not torch.is_grad_enabled() or id(module) != self.module:
@@ -174,10 +190,7 @@ class SiteHook(Inert):
             tensor = first_tensor(output)
             if tensor is not None and not is_transformed(tensor):
                 with torch.no_grad():
-                    if self.row is not None and tensor.device.type == "cpu":
-                        moments.add_on_cpu(tensor, self.row)
-                    else:
-                        observe(tensor.detach(), self.slab, self.offset, self.gate + 1)
+                    self.place.add(tensor.detach(), self.site)
 
 
 def _install(module: nn.Module, hook: SiteHook) -> Any:

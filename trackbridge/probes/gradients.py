@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from trackbridge.slab import Field, Slab
 
 STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite")
 TOTALS = ("grad/norm", "grad/norm_clipped", "grad/nonfinite")
+Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 
 
 class GradientProbe:
@@ -36,6 +37,7 @@ class GradientProbe:
         self._gate = gate
         self._part = part
         size = len(subject.parameters)
+        self._scaled: dict[int, tuple[Tensor, int]] = {}  # gradients that clipping measured, and their version then
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -70,7 +72,7 @@ class GradientProbe:
             self._update(optimizer)
 
     def measure(self) -> None:
-        pass
+        self._scaled.clear()
 
     def detach(self) -> None:
         pass
@@ -78,7 +80,8 @@ class GradientProbe:
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, model: str | None
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of, with a look at the gradients in between."""
+        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of: the total norm is torch's own; on a GPU the
+        multiplication is done by a kernel that measures on the way, else torch does it after a look at the gradients."""
         if model is not None and model not in self._subject.models:
             raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
         chosen = self._subject.models if model is None else {model: self._subject.models[model]}
@@ -90,19 +93,57 @@ class GradientProbe:
             with self._part:
                 self._count(parameters)
             raise
+        scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
             with self._part:
-                self._note(total, norm_type, parameters, len(self._keys) if model is None else self._keys.index(model))
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+                scaling = self._scale(parameters, max_norm, norm_type, total, foreach)
+            with self._part:
+                if scaling is not None:
+                    self._keep(*scaling)
+                place = len(self._keys) if model is None else self._keys.index(model)
+                self._note(total, norm_type, parameters if scaling is None else None, place)
+        if scaling is None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
         return total
 
     @torch.no_grad()
-    def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor], place: int) -> None:
+    def _scale(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, total: Tensor, foreach: bool | None
+    ) -> Scaling | None:
+        """Multiply the gradients as torch would, to the bit, in a kernel that measures them too. None where that cannot be:
+        then nothing was done. Nothing that may fail comes after the launch."""
+        if foreach is False or norm_type <= 0 or not self._gate.due(self._every):
+            return None
+        rows, gradients = [], []
+        for parameter in parameters:
+            gradient, row = parameter.grad, self._subject.row(parameter)
+            if gradient is not None and gradient.numel():
+                if row is None:
+                    return None
+                rows.append(row)
+                gradients.append(gradient)
+        if not reduce.scalable(gradients, total):
+            return None
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        return rows, gradients, reduce.scale(gradients, factor, total)
+
+    def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
+        norm, peak, bad = reduce.scaled_summary(partial)
+        for target, values in ((self._norm, norm), (self._peak, peak), (self._nonfinite, bad)):
+            target.write(rows, values)
+        self._counted[rows] = 1.0
+        self._scaled = {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
+
+    @torch.no_grad()
+    def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor] | None, place: int) -> None:
+        """Keep the total, and count the non-finite elements of the gradients of `parameters` before they are scaled."""
         shard = getattr(total, "_local_tensor", total)
         if norm_type == 2.0:
             self._clip_norm[place].copy_(shard, non_blocking=True)
             self._clip_seen[place] = 1.0
             self._clip_copies[place] = copies_of(total) or world_size()
+        if parameters is None:
+            return
         if shard.device.type != "cpu":  # to look at the total would be a sync: the device decides
             self._count(parameters, shard)
         elif not math.isfinite(shard.item()):
@@ -126,9 +167,20 @@ class GradientProbe:
         place = 1.0 + self._subject.place(optimizer)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         members = ((row, parameter.grad) for row, parameter in self._subject.members(optimizer))
-        for rows, gradients in alike((row, grad) for row, grad in members if grad is not None):
+        held = [(row, grad) for row, grad in members if grad is not None]
+        if self._scaled and scale is None:
+            known = [row for row, grad in held if self._is_scaled(row, grad)]
+            self._seen[known] = self._held[known] = place
+            left = set(known)
+            held = [(row, grad) for row, grad in held if row not in left]
+        for rows, gradients in alike(held):
             self._write(rows, reduce.summary(gradients), scale)
             self._seen[rows] = self._held[rows] = place
+
+    def _is_scaled(self, row: int, gradient: Tensor) -> bool:
+        """True if this is what clipping measured, unchanged since."""
+        then = self._scaled.pop(row, None)
+        return then is not None and then[0] is gradient and then[1] == gradient._version
 
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
         norm, peak, bad = summary

@@ -1,19 +1,18 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,attr-defined"
-# ruff: noqa: N803
-"""Triton kernels: one pass over the data, straight into the slab. Imported only where CUDA and Triton are.
+# ruff: noqa: N803, N806
+"""Triton kernels for lists of tensors: one pass gives each one's norm, largest element and count of non-finite elements.
+Imported only where CUDA and Triton are.
 
-`observe` reads one activation once and merges its moments into a row of the slab; `summarise` reads many tensors in one
-launch and gives each one's norm, largest element and count of non-finite elements. In both, every program leaves a partial
-result and the last one to arrive combines them, in a fixed order and in float64: the same data gives the same bits. Elements
-are shifted by the mean of a program's first block and scaled by its size, so neither a large mean nor a large or tiny range
-costs digits.
+`summarise` only reads; `scale_and_summarise` multiplies the tensors as clipping does, and looks at them on the way. Every
+program leaves a partial result and a second kernel combines those of a tensor, in a fixed order and in float64: the same data
+gives the same bits. Squares are summed in float32; a part whose squares may not fit there is read once more, scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,157 +20,85 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
-BLOCK = 2048
+CHUNK = 1 << 15  # elements of a tensor that one program reads
+ROWS = 512  # vectors in a block
 WARPS = 8
-PROGRAMS = 512  # at most, for one activation
-CHUNK = 1 << 16  # elements of a tensor that one program of `summarise` reads
-PARTIALS = 7  # n, mean, M2, M3, M4, largest, non-finite
+SMALL: tl.constexpr = tl.constexpr(1e-15)  # squares of elements below this may be lost in float32
 
 
 @triton.jit
-def _power_of_two(size):
+def power_of_two(size):
     """A power of two near `size`, 1 for 0; within what float32 can be divided by."""
     exponent = tl.floor(tl.log2(tl.maximum(size, 1e-30)))
     return tl.where(size > 0, tl.exp2(tl.minimum(exponent, 100.0)), 1.0)
 
 
 @triton.jit
-def _add4(a1, a2, a3, a4, b1, b2, b3, b4):
-    return a1 + b1, a2 + b2, a3 + b3, a4 + b4
+def _finite(x):
+    return tl.abs(x) < float("inf")
 
 
 @triton.jit
-def _observe(y, slab, scratch, counter, n, offset, gate, blocks, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    if tl.load(slab + gate) > 0:
-        program = tl.program_id(0)
-        programs = tl.num_programs(0)
-        lane = tl.arange(0, BLOCK)
-        begin = program.to(tl.int64) * (blocks * BLOCK)
-        length = tl.minimum(n - begin, blocks * BLOCK).to(tl.int32)
-        data = y + begin
-
-        inside = lane < length
-        x = tl.load(data + lane, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.sum(x, 0) / tl.minimum(length, BLOCK).to(tl.float32)
-        scale = _power_of_two(tl.max(tl.where(inside, tl.abs(x - shift), 0.0), 0))
-        inverse = 1.0 / scale
-
-        s1 = tl.zeros([BLOCK], tl.float32)
-        s2 = tl.zeros([BLOCK], tl.float32)
-        s3 = tl.zeros([BLOCK], tl.float32)
-        s4 = tl.zeros([BLOCK], tl.float32)
-        largest = tl.zeros([BLOCK], tl.float32)
-        whole = length // BLOCK
-        for block in tl.range(0, whole, num_stages=4):
-            x = tl.load(data + block * BLOCK + lane).to(tl.float32)
-            d = (x - shift) * inverse
-            q = d * d
-            s1 += d
-            s2 += q
-            s3 += q * d
-            s4 += q * q
-            largest = tl.maximum(largest, tl.abs(x))
-        if whole * BLOCK < length:
-            inside = whole * BLOCK + lane < length
-            x = tl.load(data + whole * BLOCK + lane, mask=inside, other=0.0).to(tl.float32)
-            d = tl.where(inside, (x - shift) * inverse, 0.0)
-            q = d * d
-            s1 += d
-            s2 += q
-            s3 += q * d
-            s4 += q * q
-            largest = tl.maximum(largest, tl.abs(x))
-
-        c = length.to(tl.float64)
-        r1, r2, r3, r4 = tl.reduce((s1, s2, s3, s4), 0, _add4)
-        t1 = r1.to(tl.float64)
-        t2 = r2.to(tl.float64)
-        t3 = r3.to(tl.float64)
-        t4 = r4.to(tl.float64)
-        bads = 0.0
-        if (tl.abs(t2) < float("inf")) == 0:  # a NaN or infinity among the data, or an overflow: look again
-            bad = tl.zeros([BLOCK], tl.int32)
-            for block in range(tl.cdiv(length, BLOCK)):
-                at = block * BLOCK + lane
-                x = tl.load(data + at, mask=at < length, other=0.0).to(tl.float32)
-                bad += tl.where(tl.abs(x) < float("inf"), 0, 1)
-            bads = tl.sum(bad, 0).to(tl.float32)
-        m = t1 / c
-        size = scale.to(tl.float64)
-        place = scratch + program
-        tl.store(place, c)
-        tl.store(place + PROGRAMS, shift.to(tl.float64) + m * size)
-        tl.store(place + 2 * PROGRAMS, tl.maximum(t2 - m * t1, 0.0, propagate_nan=tl.PropagateNan.ALL) * size * size)
-        tl.store(place + 3 * PROGRAMS, (t3 - 3 * m * t2 + 2 * m * m * t1) * size * size * size)
-        tl.store(place + 4 * PROGRAMS, (t4 - 4 * m * t3 + 6 * m * m * t2 - 3 * m * m * m * t1) * size * size * size * size)
-        tl.store(place + 5 * PROGRAMS, tl.max(largest, 0).to(tl.float64))
-        tl.store(place + 6 * PROGRAMS, bads.to(tl.float64))
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1:
-            _combine(slab + offset, scratch, programs, PROGRAMS)
-            tl.store(counter, 0)
-
-
-@triton.jit
-def _combine(row, scratch, programs, PROGRAMS: tl.constexpr):
-    """Merge the partial moments of all programs, and then what the row holds already."""
-    at = tl.arange(0, PROGRAMS)
-    inside = at < programs
-    place = scratch + at
-    c = tl.load(place, mask=inside, other=0.0, volatile=True)
-    mean = tl.load(place + PROGRAMS, mask=inside, other=0.0, volatile=True)
-    m2 = tl.load(place + 2 * PROGRAMS, mask=inside, other=0.0, volatile=True)
-    m3 = tl.load(place + 3 * PROGRAMS, mask=inside, other=0.0, volatile=True)
-    m4 = tl.load(place + 4 * PROGRAMS, mask=inside, other=0.0, volatile=True)
-    largest = tl.load(place + 5 * PROGRAMS, mask=inside, other=0.0, volatile=True)
-    bad = tl.load(place + 6 * PROGRAMS, mask=inside, other=0.0, volatile=True)
-
-    nb = tl.sum(c, 0)
-    mean_b = tl.sum(c * mean, 0) / tl.maximum(nb, 1.0)
-    d = tl.where(c > 0, mean - mean_b, 0.0)
-    d2 = d * d
-    m2b, m3b, m4b, bads = tl.reduce(
-        (m2 + c * d2, m3 + 3 * d * m2 + c * d2 * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2 * d2, bad), 0, _add4
+def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """Squared norms of `data` and of its difference to `old`, scaled; counts of non-finite elements and of NaN."""
+    lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    size = tl.zeros([ROWS], tl.float32)
+    gap = tl.zeros([ROWS], tl.float32)
+    bad = tl.zeros([ROWS], tl.int32)
+    nan = tl.zeros([ROWS], tl.int32)
+    for begin in range(0, length, ROWS * VECTOR):
+        inside = begin + lane < length
+        x = tl.load(data + begin + lane, mask=inside, other=0.0).to(tl.float32)
+        size = tl.maximum(size, tl.max(tl.where(_finite(x), tl.abs(x), 0.0), 1))
+        bad += tl.sum(tl.where(_finite(x), 0, 1), 1)
+        nan += tl.sum(tl.where(x == x, 0, 1), 1)
+        if OLD:
+            d = tl.abs(x - tl.load(old + begin + lane, mask=inside, other=0.0).to(tl.float32))
+            gap = tl.maximum(gap, tl.max(tl.where(_finite(d), d, 0.0), 1))
+    scale = power_of_two(tl.max(size, 0))
+    step = power_of_two(tl.max(gap, 0))
+    squares = tl.zeros([ROWS], tl.float32)
+    moved = tl.zeros([ROWS], tl.float32)
+    for begin in range(0, length, ROWS * VECTOR):
+        inside = begin + lane < length
+        x = tl.load(data + begin + lane, mask=inside, other=0.0).to(tl.float32)
+        scaled = x / scale
+        squares += tl.sum(scaled * scaled, 1)
+        if OLD:
+            d = (x - tl.load(old + begin + lane, mask=inside, other=0.0).to(tl.float32)) / step
+            moved += tl.sum(d * d, 1)
+    scale64 = scale.to(tl.float64)
+    step64 = step.to(tl.float64)
+    return (
+        tl.sum(squares, 0).to(tl.float64) * scale64 * scale64,
+        tl.sum(moved, 0).to(tl.float64) * step64 * step64,
+        tl.sum(bad, 0),
+        tl.sum(nan, 0),
     )
-
-    na = tl.load(row)
-    mean_a = tl.load(row + 1)
-    m2a = tl.load(row + 2)
-    m3a = tl.load(row + 3)
-    m4a = tl.load(row + 4)
-    whole = tl.maximum(na + nb, 1.0)
-    gap = mean_b - mean_a
-    g = gap / whole
-    product = na * nb
-    tl.store(row, na + nb)
-    tl.store(row + 1, mean_a + g * nb)
-    tl.store(row + 2, m2a + m2b + gap * g * product)
-    tl.store(row + 3, m3a + m3b + gap * g * g * product * (na - nb) + 3 * g * (na * m2b - nb * m2a))
-    tl.store(
-        row + 4,
-        m4a
-        + m4b
-        + gap * g * g * g * product * (na * na - product + nb * nb)
-        + 6 * g * g * (na * na * m2b + nb * nb * m2a)
-        + 4 * g * (na * m3b - nb * m3a),
-    )
-    tl.store(row + 5, tl.maximum(tl.load(row + 5), tl.max(largest, 0)))
-    tl.store(row + 6, tl.load(row + 6) + bads)
-    tl.store(row + 7, tl.load(row + 7) + 1.0)
 
 
 @triton.jit
 def _summarise(
-    pointers, others, sizes, owners, chunks, firsts, counts, partials, counters, result, total,
-    tensors, programs, GATED: tl.constexpr, DTYPE: tl.constexpr, OLD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    pointers, others, sizes, owners, chunks, partials, factor, total, programs,
+    DTYPE: tl.constexpr, OLD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    if GATED:  # noqa: SIM102 - the one is known when compiling, the other is not
-        if tl.abs(tl.load(total)) < float("inf"):
-            return
+    """One chunk. Partial results: squared norm; largest element, or with OLD the squared norm of the difference; count.
+
+    GATED: nothing is read where `total` is finite. SCALED: the tensor is multiplied by `factor`; the results are those of the
+    product, but the count is of the elements before it, and they are looked at only where `total` is not finite.
+    """
+    BLOCK: tl.constexpr = ROWS * VECTOR
     program = tl.program_id(0)
+    fine = True
+    if GATED or SCALED:
+        fine = _finite(tl.load(total).to(tl.float32))
+    if GATED:  # noqa: SIM102 - the one is known when compiling, the other is not
+        if fine:
+            for field in tl.static_range(3):
+                tl.store(partials + field * programs + program, 0.0)
+            return
     tensor = tl.load(owners + program)
     begin = tl.load(chunks + program).to(tl.int64) * CHUNK
     length = tl.minimum(tl.load(sizes + tensor) - begin, CHUNK).to(tl.int32)
@@ -180,146 +107,118 @@ def _summarise(
     if ALIGNED:
         data = tl.multiple_of(data, 16)
         old = tl.multiple_of(old, 16)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
-    inside = lane < length
-    x = tl.load(data + lane, mask=inside, other=0.0).to(tl.float32)
-    scale = _power_of_two(tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 0))
-    inverse = 1.0 / scale
+    by = 1.0
+    bads = 0
+    if SCALED:
+        by = tl.load(factor).to(tl.float32)
+        if not fine:
+            _, _, bads, _ = _carefully(data, old, length, False, ROWS, VECTOR)
+            tl.debug_barrier()
+    changes = by != 1.0
 
-    squares = tl.zeros([BLOCK], tl.float32)
-    moved = tl.zeros([BLOCK], tl.float32)
-    largest = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    moved = tl.zeros([ROWS], tl.float32)
+    largest = tl.zeros([ROWS], tl.float32)
+    gap = tl.zeros([ROWS], tl.float32)
     whole = length // BLOCK
-    for block in tl.range(0, whole, num_stages=3):
+    for block in range(whole):
         at = block * BLOCK + lane
         x = tl.load(data + at).to(tl.float32)
-        scaled = x * inverse
-        squares += scaled * scaled
-        largest = tl.maximum(largest, tl.abs(x))
+        if SCALED:
+            product = (x * by).to(DTYPE)
+            if changes:
+                tl.store(data + at, product)
+            x = product.to(tl.float32)
+        squares += tl.sum(x * x, 1)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
         if OLD:
-            d = (x - tl.load(old + at).to(tl.float32)) * inverse
-            moved += d * d
+            d = x - tl.load(old + at).to(tl.float32)
+            moved += tl.sum(d * d, 1)
+            gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
     if whole * BLOCK < length:
         at = whole * BLOCK + lane
         inside = at < length
         x = tl.load(data + at, mask=inside, other=0.0).to(tl.float32)
-        scaled = x * inverse
-        squares += scaled * scaled
-        largest = tl.maximum(largest, tl.abs(x))
+        if SCALED:
+            product = (x * by).to(DTYPE)
+            if changes:
+                tl.store(data + at, product, mask=inside)
+            x = tl.where(inside, product.to(tl.float32), 0.0)
+        squares += tl.sum(x * x, 1)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
         if OLD:
-            d = (x - tl.load(old + at, mask=inside, other=0.0).to(tl.float32)) * inverse
-            moved += d * d
+            d = x - tl.load(old + at, mask=inside, other=0.0).to(tl.float32)
+            moved += tl.sum(d * d, 1)
+            gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
 
-    total = tl.sum(squares, 0).to(tl.float64)
-    size2 = scale.to(tl.float64) * scale.to(tl.float64)
-    place = partials + program
-    tl.store(place, total * size2)
+    square = tl.sum(squares, 0).to(tl.float64)
+    peak = tl.max(largest, 0)
+    risky = (square < float("inf")) == 0
+    if peak < SMALL and peak > 0:
+        risky = True
+    other = peak.to(tl.float64)
     if OLD:
-        tl.store(place + programs, tl.sum(moved, 0).to(tl.float64) * size2)
-    else:
-        peak = tl.max(largest, 0)
-        bads = 0
-        if (total < float("inf")) == 0:  # a NaN or infinity among the data, or an overflow: look again
-            bad = tl.zeros([BLOCK], tl.int32)
-            nan = tl.zeros([BLOCK], tl.int32)
-            for block in range(tl.cdiv(length, BLOCK)):
-                at = block * BLOCK + lane
-                x = tl.load(data + at, mask=at < length, other=0.0).to(tl.float32)
-                bad += tl.where(tl.abs(x) < float("inf"), 0, 1)
-                nan += tl.where(x == x, 0, 1)
-            bads = tl.sum(bad, 0)
-            if tl.sum(nan, 0) > 0:
-                peak = float("nan")
-        tl.store(place + programs, peak.to(tl.float64))
-        tl.store(place + 2 * programs, bads.to(tl.float64))
-    tl.debug_barrier()
+        other = tl.sum(moved, 0).to(tl.float64)
+        widest = tl.max(gap, 0)
+        if (other < float("inf")) == 0 or (widest < SMALL and widest > 0):
+            risky = True
+    if risky:
+        tl.debug_barrier()
+        square, apart, bad, nan = _carefully(data, old, length, OLD, ROWS, VECTOR)
+        other = apart if OLD else tl.where(nan > 0, float("nan"), other)
+        if not SCALED:
+            bads = bad
+    tl.store(partials + program, square)
+    tl.store(partials + programs + program, other)
+    tl.store(partials + 2 * programs + program, bads.to(tl.float64))
+
+
+@triton.jit
+def _combine(firsts, counts, partials, result, tensors, programs, OLD: tl.constexpr, BLOCK: tl.constexpr):
+    """One tensor: norm from the squared norms of its chunks, largest element (or norm of the difference), count."""
+    tensor = tl.program_id(0)
     count = tl.load(counts + tensor)
-    if tl.atomic_add(counters + tensor, 1, sem="acq_rel") == count - 1:
-        first = tl.load(firsts + tensor)
-        a = tl.zeros([BLOCK], tl.float64)
-        b = tl.zeros([BLOCK], tl.float64)
-        c = tl.zeros([BLOCK], tl.float64)
-        hidden = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, count, BLOCK):
-            which = start + lane
-            inside = which < count
-            part = partials + first + which
-            a += tl.load(part, mask=inside, other=0.0, volatile=True)
-            second = tl.load(part + programs, mask=inside, other=0.0, volatile=True)
-            if OLD:
-                b += second
-            else:
-                known = second == second
-                hidden += tl.where(known, 0, 1)
-                b = tl.maximum(b, tl.where(known, second, 0.0))
-                c += tl.load(part + 2 * programs, mask=inside, other=0.0, volatile=True)
-        tl.store(result + tensor, tl.sqrt(tl.sum(a, 0)))
+    place = partials + tl.load(firsts + tensor)
+    a = tl.zeros([BLOCK], tl.float64)
+    b = tl.zeros([BLOCK], tl.float64)
+    c = tl.zeros([BLOCK], tl.float64)
+    hidden = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        which = start + tl.arange(0, BLOCK)
+        inside = which < count
+        a += tl.load(place + which, mask=inside, other=0.0)
+        second = tl.load(place + programs + which, mask=inside, other=0.0)
         if OLD:
-            tl.store(result + tensors + tensor, tl.sqrt(tl.sum(b, 0)))
+            b += second
         else:
-            tl.store(result + tensors + tensor, tl.where(tl.sum(hidden, 0) > 0, float("nan"), tl.max(b, 0)))
-            tl.store(result + 2 * tensors + tensor, tl.sum(c, 0))
-        tl.store(counters + tensor, 0)
+            hidden += tl.where(second == second, 0, 1)
+            b = tl.maximum(b, tl.where(second == second, second, 0.0))
+        c += tl.load(place + 2 * programs + which, mask=inside, other=0.0)
+    tl.store(result + tensor, tl.sqrt(tl.sum(a, 0)))
+    if OLD:
+        tl.store(result + tensors + tensor, tl.sqrt(tl.sum(b, 0)))
+    else:
+        tl.store(result + tensors + tensor, tl.where(tl.sum(hidden, 0) > 0, float("nan"), tl.max(b, 0)))
+    tl.store(result + 2 * tensors + tensor, tl.sum(c, 0))
 
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def scratch_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial results and the arrival counter of `observe`. One per device: the kernels of a step run one after the other."""
-    if device not in _scratch:
-        _scratch[device] = (
-            torch.empty(PARTIALS * PROGRAMS, dtype=torch.float64, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
-        for buffer in _scratch[device]:
-            torch._dynamo.mark_static_address(buffer)  # as the slab's
-    return _scratch[device]
-
-
-def observe(y: Tensor, slab: Tensor, offset: int, gate: int) -> None:
-    """Merge the moments of `y` into ``slab[offset : offset + 8]`` if ``slab[gate]`` is set."""
-    n = y.numel()
-    if not torch.ops.aten.is_non_overlapping_and_dense(y):
-        y = y.contiguous()
-    scratch, counter = scratch_on(slab.device)
-    blocks, programs = _grid(n, slab.device)
-    with _on(slab.device):
-        _observe[(programs,)](
-            y, slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=WARPS
-        )
-
-
-@triton_op("trackbridge::observe_triton", mutates_args={"slab", "scratch", "counter"})
-def observe_traced(y: Tensor, slab: Tensor, scratch: Tensor, counter: Tensor, offset: int, gate: int) -> None:
-    n = y.numel()
-    blocks, programs = _grid(n, slab.device)
-    wrap_triton(_observe)[(programs,)](
-        y.contiguous(), slab, scratch, counter, n, offset, gate, blocks, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=WARPS
-    )
-
-
-def _grid(n: int, device: torch.device) -> tuple[int, int]:
-    """Blocks for each program, and programs: at most one wave, so that no program waits for another to end."""
-    blocks = max(4, triton.cdiv(n, BLOCK * _one_wave(device)))
-    return blocks, triton.cdiv(n, BLOCK * blocks)
-
-
-@cache
-def _one_wave(device: torch.device) -> int:
-    """Programs of `observe` that a device runs at once: three per multiprocessor by their registers."""
-    return min(PROGRAMS, 3 * torch.cuda.get_device_properties(device).multi_processor_count)
+def is_dense(tensor: Tensor) -> bool:
+    """True if its elements fill its memory, in whatever order."""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 class Table:
-    """Which program reads which part of which tensor: fixed by the sizes of the tensors."""
+    """Which program reads which part of which tensor: fixed by the sizes of the tensors. And what the programs found."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         counts = [triton.cdiv(size, CHUNK) for size in sizes]
@@ -332,7 +231,7 @@ class Table:
         self.firsts = _upload(firsts[:-1], torch.int32, device)
         self.counts = _upload(counts, torch.int32, device)
         self.partials = torch.empty(3 * self.programs, dtype=torch.float64, device=device)
-        self.counters = torch.zeros(self.tensors, dtype=torch.int32, device=device)
+        self.differs = False  # the partials are of tensors and of their differences to others
 
 
 @lru_cache(maxsize=64)
@@ -358,21 +257,54 @@ def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *,
     tensors of the same shapes, (2, k): norms, norms of the differences. Where `unless_finite`, one element on the device, is
     finite, nothing is read and all is 0.
     """
-    dense = [t if torch.ops.aten.is_non_overlapping_and_dense(t) else t.contiguous() for t in tensors]
-    device = dense[0].device
-    table = _table(tuple(t.numel() for t in dense), device)
-    data = tuple(t.data_ptr() for t in dense)
-    others = tuple(t.data_ptr() for t in old) if old is not None else data
-    gated = unless_finite is not None
-    result = (torch.zeros if gated else torch.empty)(
-        (3 if old is None else 2, table.tensors), dtype=torch.float64, device=device
-    )
-    with _on(device):
+    dense = [t if is_dense(t) else t.contiguous() for t in tensors]
+    result = combine(_launch(dense, old=old, total=unless_finite, gated=unless_finite is not None))
+    return result if old is None else result[:2]
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Table:
+    """Multiply dense `tensors` in place by `factor`, one element on their device. `combine` then gives, shape (3, k): norms and
+    largest absolute elements of the products; counts of non-finite elements before, which are looked for only where `total`,
+    one element, is not finite.
+
+    Elements are rounded once, as by `torch._foreach_mul_`: the same bits. Where the factor is 1 nothing is written.
+    """
+    torch.autograd.graph.increment_version(list(tensors))
+    return _launch(tensors, factor=factor, total=total)
+
+
+def _launch(
+    tensors: Sequence[Tensor],
+    *,
+    old: Sequence[Tensor] | None = None,
+    factor: Tensor | None = None,
+    total: Tensor | None = None,
+    gated: bool = False,
+) -> Table:
+    device, dtype = tensors[0].device, tensors[0].dtype
+    table = _table(tuple([t.numel() for t in tensors]), device)
+    data = tuple([t.data_ptr() for t in tensors])
+    others = tuple([t.data_ptr() for t in old]) if old is not None else data
+    partials = table.partials
+    table.differs = old is not None
+    with on(device):
         _summarise[(table.programs,)](
-            _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, table.firsts,
-            table.counts, table.partials, table.counters, result,
-            unless_finite if gated else result, table.tensors, table.programs, GATED=gated, DTYPE=DTYPES[dense[0].dtype],
-            OLD=old is not None, ALIGNED=all(pointer % 16 == 0 for pointer in (*data, *others)), CHUNK=CHUNK, BLOCK=BLOCK,
-            num_warps=WARPS,
+            _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, partials,
+            partials if factor is None else factor, partials if total is None else total, table.programs,
+            DTYPE=DTYPES[dtype], OLD=old is not None, GATED=gated, SCALED=factor is not None,
+            ALIGNED=not any(pointer % 16 for pointer in (*data, *others)), CHUNK=CHUNK, ROWS=ROWS,
+            VECTOR=16 // tensors[0].element_size(), num_warps=WARPS,
+        )  # fmt: skip
+    return table
+
+
+def combine(table: Table) -> Tensor:
+    """What the last pass found, float64, shape (3, k)."""
+    device = table.partials.device
+    result = torch.empty(3, table.tensors, dtype=torch.float64, device=device)
+    with on(device):
+        _combine[(table.tensors,)](
+            table.firsts, table.counts, table.partials, result, table.tensors, table.programs, OLD=table.differs,
+            BLOCK=256, num_warps=2,
         )  # fmt: skip
     return result

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Summary: TypeAlias = "tuple[Tensor, Tensor, Tensor | None]"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
 CHUNK = 1 << 15
 LARGE = 1 << 18  # on the CPU vector_norm keeps eight float32 sums: 1e-6 off at this size, 4e-4 at ten million elements
 
@@ -48,6 +49,34 @@ def norms_and_differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple
     return found, norms(old)
 
 
+def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
+    """True if `scale` can multiply `tensors`: plain, dense, each in memory of its own, on the GPU that `total` is on."""
+    if type(total) is not Tensor or kernels_for(total) is None or not tensors:
+        return False
+    device, dtype = total.device, tensors[0].dtype
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.device != device:
+            return False
+        if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            return False
+    return dtype in DTYPES and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Any:
+    """Multiply in place, and measure on the way; `scaled_summary` of the result says what was found. See `kernels.scale`."""
+    kernels = kernels_for(total)
+    assert kernels is not None
+    return kernels.scale(tensors, factor, total)
+
+
+def scaled_summary(partial: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and peaks after, counts of non-finite elements before; each (k,)."""
+    kernels = _kernels()
+    assert kernels is not None
+    norm, peak, bad = kernels.combine(partial).unbind()
+    return norm, peak, bad
+
+
 @cache
 def _kernels() -> ModuleType | None:
     """The Triton kernels, where Triton works."""
@@ -63,7 +92,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
     if tensor.device.type != "cuda":
         return None
     kernels = _kernels()
-    return kernels if kernels is not None and tensor.dtype in kernels.DTYPES else None
+    return kernels if kernels is not None and tensor.dtype in DTYPES else None
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:

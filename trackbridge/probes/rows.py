@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from trackbridge.probes.subject import local
 from trackbridge.slab import Slab
@@ -37,17 +37,27 @@ class Rows:
         return self._index[rows]
 
 
+PLAIN = (Tensor, Parameter)
+
+
 def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Tensor]]]:
     """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; empty and complex ones left out."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    last: tuple[torch.device, torch.dtype] | None = None
+    rows: list[int] = []
+    tensors: list[Tensor] = []
     for row, tensor in pairs:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             tensor = local(tensor)
-        if tensor.numel() and tensor.is_floating_point():
-            rows, tensors = groups[tensor.device, tensor.dtype]
-            rows.append(row)
-            tensors.append(tensor)
-    return [(rows, tensors) for rows, tensors in groups.values()]
+        if not tensor.numel():
+            continue
+        kind = tensor.device, tensor.dtype
+        if kind != last:
+            last = kind
+            rows, tensors = groups.setdefault(kind, ([], []))
+        rows.append(row)
+        tensors.append(tensor)
+    return [group for (_, dtype), group in groups.items() if dtype.is_floating_point]
 
 
 def root_sum(values: np.ndarray, present: np.ndarray) -> float:

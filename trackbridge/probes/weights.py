@@ -78,7 +78,7 @@ class WeightProbe:
         groups = alike((row, p) for row, p in self._subject.members(optimizer) if p.requires_grad)
         size = sum(tensor.numel() * tensor.element_size() for _, tensors in groups for tensor in tensors)
         if size <= spare_bytes(self._subject.device):
-            self._copies[id(optimizer)] = [(rows, [tensor.detach().clone() for tensor in tensors]) for rows, tensors in groups]
+            self._copies[id(optimizer)] = [(rows, _copied(tensors)) for rows, tensors in groups]
         elif not self._refused:
             self._refused = True
             logger.info("trackbridge: no update_ratio: there is no room for a copy of the weights (%d bytes)", size)
@@ -134,6 +134,12 @@ def spare_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return COPY_BYTES
     return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+
+
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def _covers(seen: BoolArray, held: BoolArray) -> bool:

@@ -1,0 +1,290 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,attr-defined"
+# ruff: noqa: N803, N806
+"""Triton kernels for activations: one pass over a tensor adds its moments to a site's cells; at the end of a step the cells
+become a row of the slab. Imported only where CUDA and Triton are.
+
+A site has one cell for every program that may read it. A program merges what it read into its own cell, always the same part
+of a tensor of the same size, so nothing waits for anything, several calls of a module in one step add up, and the same data
+gives the same bits. Elements are shifted by the mean of a program's first block and scaled by its size, so neither a large
+mean nor a large or tiny range costs digits; from a program's sums onward everything is float64.
+
+Blocks are read from the end of the tensor to its beginning: what was written last is still in the cache, and so is then the
+beginning, which the next layer reads first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from trackbridge.probes.kernels import is_dense, on, power_of_two
+
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS = 1024  # cells of a site, at most
+FIELDS = 8  # as the columns of `moments`
+ROWS = 512  # vectors in a block
+WARPS = 8
+PER_MULTIPROCESSOR = 4  # programs at once
+FEW = 512  # rows whose moments one program of `observe_rows` merges at once
+WIDE = 256  # least length of rows for which their moments are much smaller than the rows
+DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+"""A compiled kernel can be launched as `observe` does: it takes all arguments, constants among them."""
+MOST_LAUNCHES = 4096
+_launches: dict[tuple[Any, ...], tuple[Any, int]] = {}
+"""Compiled kernels by all that they are specialised on: to find that out anew takes longer than to launch them."""
+
+
+@triton.jit
+def _add4(a1, a2, a3, a4, b1, b2, b3, b4):
+    return a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
+def _powers(x, shift, inverse, s1, s2, s3, s4):
+    """Add the powers of a block's deviations to one sum for each vector."""
+    d = (x - shift) * inverse
+    q = d * d
+    return s1 + tl.sum(d, 1), s2 + tl.sum(q, 1), s3 + tl.sum(q * d, 1), s4 + tl.sum(q * q, 1)
+
+
+@triton.jit
+def _deposit(cell, PROGRAMS: tl.constexpr, nb, mean_b, m2b, m3b, m4b, largest, bads, fires):
+    """Merge moments of a part, float64, into a cell: see `moments.merge`."""
+    na = tl.load(cell)
+    mean_a = tl.load(cell + PROGRAMS)
+    m2a = tl.load(cell + 2 * PROGRAMS)
+    m3a = tl.load(cell + 3 * PROGRAMS)
+    m4a = tl.load(cell + 4 * PROGRAMS)
+    gap = mean_b - mean_a
+    g = gap / tl.maximum(na + nb, 1.0)
+    product = na * nb
+    tl.store(cell, na + nb)
+    tl.store(cell + PROGRAMS, mean_a + g * nb)
+    tl.store(cell + 2 * PROGRAMS, m2a + m2b + gap * g * product)
+    tl.store(cell + 3 * PROGRAMS, m3a + m3b + gap * g * g * product * (na - nb) + 3 * g * (na * m2b - nb * m2a))
+    tl.store(
+        cell + 4 * PROGRAMS,
+        m4a
+        + m4b
+        + gap * g * g * g * product * (na * na - product + nb * nb)
+        + 6 * g * g * (na * na * m2b + nb * nb * m2a)
+        + 4 * g * (na * m3b - nb * m3a),
+    )
+    tl.store(cell + 5 * PROGRAMS, tl.maximum(tl.load(cell + 5 * PROGRAMS), largest))
+    tl.store(cell + 6 * PROGRAMS, tl.load(cell + 6 * PROGRAMS) + bads)
+    tl.store(cell + 7 * PROGRAMS, tl.load(cell + 7 * PROGRAMS) + fires)
+
+
+@triton.jit
+def _observe(
+    y, cells, slab, n, site, gate, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr
+):
+    if tl.load(slab + gate) > 0:
+        BLOCK: tl.constexpr = ROWS * VECTOR
+        program = tl.program_id(0)
+        programs = tl.num_programs(0)
+        lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        last = tl.cdiv(n, BLOCK) - 1 - program  # the block at the end may be short
+        count = last // programs + 1
+        room = tl.minimum(n - last.to(tl.int64) * BLOCK, BLOCK).to(tl.int32)
+
+        inside = lane < room
+        x = tl.load(y + last.to(tl.int64) * BLOCK + lane, mask=inside, other=0.0).to(tl.float32)
+        s1 = tl.zeros([ROWS], tl.float32)
+        s2 = tl.zeros([ROWS], tl.float32)
+        s3 = tl.zeros([ROWS], tl.float32)
+        s4 = tl.zeros([ROWS], tl.float32)
+        largest = tl.max(tl.abs(x), 1)
+        shift = tl.sum(tl.sum(x, 1), 0) / room.to(tl.float32)
+        scale = power_of_two(tl.max(largest, 0) + tl.abs(shift))
+        inverse = 1.0 / scale
+        x = tl.where(inside, x, shift)
+        for i in range(1, count):
+            ahead = tl.load(y + (last - i * programs).to(tl.int64) * BLOCK + lane).to(tl.float32)
+            s1, s2, s3, s4 = _powers(x, shift, inverse, s1, s2, s3, s4)
+            largest = tl.maximum(largest, tl.max(tl.abs(ahead), 1))
+            x = ahead
+        s1, s2, s3, s4 = _powers(x, shift, inverse, s1, s2, s3, s4)
+
+        r1, r2, r3, r4 = tl.reduce((s1, s2, s3, s4), 0, _add4)
+        bads = 0.0
+        if (tl.abs(r2) < float("inf")) == 0:  # a NaN or infinity among the data, or an overflow: look again
+            bad = tl.zeros([ROWS], tl.int32)
+            for i in range(count):
+                at = (last - i * programs).to(tl.int64) * BLOCK + lane
+                x = tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
+                bad += tl.sum(tl.where(tl.abs(x) < float("inf"), 0, 1), 1)
+            bads = tl.sum(bad, 0).to(tl.float32)
+        c = count.to(tl.float64) * BLOCK - (BLOCK - room)
+        t1 = r1.to(tl.float64)
+        t2 = r2.to(tl.float64)
+        t3 = r3.to(tl.float64)
+        t4 = r4.to(tl.float64)
+        m = t1 / c
+        size = scale.to(tl.float64)
+        size2 = size * size
+        _deposit(
+            cells + site * (FIELDS * PROGRAMS) + program,
+            PROGRAMS,
+            c,
+            shift.to(tl.float64) + m * size,
+            tl.maximum(t2 - m * t1, 0.0, propagate_nan=tl.PropagateNan.ALL) * size2,
+            (t3 - 3 * m * t2 + 2 * m * m * t1) * size2 * size,
+            (t4 - 4 * m * t3 + 6 * m * m * t2 - 3 * m * m * m * t1) * size2 * size2,
+            tl.max(largest, 0).to(tl.float64),
+            bads.to(tl.float64),
+            1.0,
+        )
+
+
+@triton.jit
+def _observe_rows(
+    means, sizes, squares, cubes, fourths, peaks, bad, cells, slab, rows, width, site, gate,
+    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge the moments of `rows` rows of `width` elements; the powers of deviations are in units of `sizes`."""
+    if tl.load(slab + gate) > 0:
+        program = tl.program_id(0)
+        fires = 1.0
+        for begin in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+            at = begin + tl.arange(0, ROWS)
+            inside = at < rows
+            mean = tl.load(means + at, mask=inside, other=0.0).to(tl.float64)
+            size = tl.load(sizes + at, mask=inside, other=0.0).to(tl.float64)
+            m2 = tl.load(squares + at, mask=inside, other=0.0).to(tl.float64) * size * size
+            m3 = tl.load(cubes + at, mask=inside, other=0.0).to(tl.float64) * size * size * size
+            m4 = tl.load(fourths + at, mask=inside, other=0.0).to(tl.float64) * size * size * size * size
+            peak = tl.load(peaks + at, mask=inside, other=0.0)
+            bads = tl.load(bad + at, mask=inside, other=0.0).to(tl.float64)
+            mine = tl.minimum(rows - begin, ROWS).to(tl.float64)
+            mean_b = tl.sum(mean, 0) / mine
+            d = tl.where(inside, mean - mean_b, 0.0)
+            d2 = d * d
+            c = width * d2
+            m2b, m3b, m4b, badb = tl.reduce(
+                (m2 + c, m3 + 3 * d * m2 + c * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2, bads), 0, _add4
+            )
+            largest = tl.max(peak, 0).to(tl.float64)
+            cell = cells + site * (FIELDS * PROGRAMS) + program
+            _deposit(cell, PROGRAMS, mine * width, mean_b, m2b, m3b, m4b, largest, badb, fires)
+            fires = 0.0
+
+
+@triton.jit
+def _collect(cells, row, PROGRAMS: tl.constexpr, FIELDS: tl.constexpr):
+    """One program for each site: merge its cells into its row of the slab, and empty them."""
+    site = tl.program_id(0)
+    cell = cells + site.to(tl.int64) * FIELDS * PROGRAMS + tl.arange(0, PROGRAMS)
+    row += site * FIELDS
+    c = tl.load(cell)
+    fires = tl.max(tl.load(cell + 7 * PROGRAMS), 0)
+    if fires > 0:
+        mean = tl.load(cell + PROGRAMS)
+        m2 = tl.load(cell + 2 * PROGRAMS)
+        m3 = tl.load(cell + 3 * PROGRAMS)
+        m4 = tl.load(cell + 4 * PROGRAMS)
+        largest = tl.max(tl.load(cell + 5 * PROGRAMS), 0)
+        bads = tl.sum(tl.load(cell + 6 * PROGRAMS), 0)
+        nb = tl.sum(c, 0)
+        mean_b = tl.sum(c * mean, 0) / tl.maximum(nb, 1.0)
+        d = tl.where(c > 0, mean - mean_b, 0.0)
+        d2 = d * d
+        zero = tl.zeros([PROGRAMS], tl.float64)
+        m2b, m3b, m4b, _ = tl.reduce(
+            (m2 + c * d2, m3 + 3 * d * m2 + c * d2 * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2 * d2, zero), 0, _add4
+        )
+        _deposit(row, 1, nb, mean_b, m2b, m3b, m4b, largest, bads, fires)
+        for field in tl.static_range(FIELDS):
+            tl.store(cell + field * PROGRAMS, zero)
+
+
+def cells_for(sites: int, device: torch.device) -> Tensor:
+    """Empty cells of `sites` sites, float64, shape (sites, FIELDS, PROGRAMS). Their address never changes."""
+    cells = torch.zeros(sites, FIELDS, PROGRAMS, dtype=torch.float64, device=device)
+    torch._dynamo.mark_static_address(cells)
+    return cells
+
+
+def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """Merge the moments of `y` into the cells of `site` if ``slab[gate]`` is set."""
+    if not is_dense(y):
+        y = y.contiguous()
+    n, dtype, device = y.numel(), y.dtype, y.device
+    key = device, dtype, n, site, gate, y.data_ptr() % 16 == 0
+    known = _launches.get(key)
+    with on(device):
+        if known is None:
+            vector = 16 // y.element_size()
+            grid = (_programs(n, vector, device), 1, 1)
+            compiled = _observe[grid](y, cells, slab, n, site, gate, FIELDS, PROGRAMS, ROWS, vector, num_warps=WARPS)
+            if DIRECT:
+                if len(_launches) >= MOST_LAUNCHES:
+                    _launches.clear()
+                _launches[key] = compiled[grid], vector
+        else:
+            launch, vector = known
+            launch(y, cells, slab, n, site, gate, FIELDS, PROGRAMS, ROWS, vector)
+
+
+@triton_op("trackbridge::observe_triton", mutates_args={"cells"})
+def observe_traced(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """`observe` inside a graph."""
+    n = y.numel()
+    vector = 16 // y.element_size()
+    wrap_triton(_observe)[(_programs(n, vector, y.device),)](
+        y.contiguous(), cells, slab, n, site, gate, FIELDS=FIELDS, PROGRAMS=PROGRAMS, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
+    )
+
+
+@triton_op("trackbridge::observe_rows", mutates_args={"cells"})
+def observe_rows(
+    mean: Tensor, size: Tensor, squares: Tensor, cubes: Tensor, fourths: Tensor, peak: Tensor, bad: Tensor,
+    width: int, cells: Tensor, slab: Tensor, site: int, gate: int,
+) -> None:  # fmt: skip
+    """Merge the moments of rows, each argument of shape (rows,), into the cells of `site`."""
+    rows = mean.numel()
+    wrap_triton(_observe_rows)[(min(triton.cdiv(rows, FEW), PROGRAMS),)](
+        mean, size, squares, cubes, fourths, peak, bad, cells, slab, rows, width, site, gate,
+        FIELDS=FIELDS, PROGRAMS=PROGRAMS, ROWS=FEW, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def trace(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """What a graph does to observe `y`. The moments of each row are plain operations: the compiler computes them in the kernel
+    that has the row at hand anyway (it wrote the row, or a normalisation reads it), so that nothing is read again."""
+    width = y.shape[-1] if y.dim() else 0
+    if width < WIDE or not y.is_contiguous():
+        torch.ops.trackbridge.observe_triton(y, cells, slab, site, gate)
+        return
+    rows = y.reshape(-1, width).float()
+    mean, high, low = rows.mean(1, keepdim=True), rows.amax(1, keepdim=True), rows.amin(1, keepdim=True)
+    size = torch.maximum(high - mean, mean - low).clamp(1e-30, 1e30)
+    d = (rows - mean) / size
+    q = d * d
+    bad = (rows.abs() < float("inf")).logical_not().sum(1, dtype=torch.float32)
+    sums = (size.view(-1), q.sum(1), (q * d).sum(1), (q * q).sum(1), torch.maximum(high, -low).view(-1), bad)
+    torch.ops.trackbridge.observe_rows(mean.view(-1), *sums, width, cells, slab, site, gate)
+
+
+def collect(cells: Tensor, slab: Tensor, offset: int) -> None:
+    """Merge the cells of all sites into their rows of `slab`, from `offset`, and empty them."""
+    with on(slab.device):
+        _collect[(len(cells),)](cells, slab[offset:], PROGRAMS=PROGRAMS, FIELDS=FIELDS, num_warps=WARPS)
+
+
+def _programs(n: int, vector: int, device: torch.device) -> int:
+    """At most one wave, so that no program waits for another to end."""
+    blocks: int = triton.cdiv(n, ROWS * vector)
+    return min(blocks, _wave(device))
+
+
+@cache
+def _wave(device: torch.device) -> int:
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(PROGRAMS, PER_MULTIPROCESSOR * processors)
