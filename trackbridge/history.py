@@ -161,6 +161,13 @@ class RunRecord:
         """Have the series ready, in as few passes over the journal as can be."""
         self._series |= self._columns.series([n for n in names if n in self._known and n not in self._series])
 
+    def many(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[Steps, FloatArray]]]:
+        """Each of `names` that there is, with its series, in as few passes over the journal as memory allows; none is kept."""
+        known = [name for name in dict.fromkeys(names) if name in self._known]
+        at_once = max(1, _MOST_VALUES // max(1, len(self._columns)))
+        for start in range(0, len(known), at_once):
+            yield from self._columns.series(known[start : start + at_once]).items()
+
     def frame(self, names: Iterable[str] | None = None) -> pd.DataFrame:
         """A pandas frame indexed by step, one float64 column per series (all by default); NaN where a step has no value."""
         import pandas as pd

@@ -42,14 +42,20 @@ class SeriesBlock:
         """{"grids": steps, shared between series, "series": {name: [grid, values, non-finite spans]}}.
 
         Values are little-endian float32, NaN where not finite; what float32 cannot hold is its largest number."""
-        found: dict[str, list[Any]] = {}
+        limits: dict[str, int] = {}
+        windows: dict[int, list[Span]] = {}
         for wide, each, total in ((False, POINTS, ALL_POINTS), (True, WIDE_POINTS, ALL_WIDE_POINTS)):
             names = [name for name in series if is_wide(name) == wide]
             shown = names[: total // LEAST_POINTS]
             self.left_out += len(names) - len(shown)
             limit = min(each, total // max(1, len(shown)))
-            windows = self._fitting(limit)
-            found |= {name: self._one(*series[name], limit=limit, windows=windows) for name in shown}
+            windows[limit] = self._fitting(limit)
+            limits |= dict.fromkeys(shown, limit)
+        found = {
+            name: self._one(*pair, limit=limits[name], windows=windows[limits[name]])
+            for name, pair in series.items()
+            if name in limits
+        }
         return {"grids": self._packed, "series": found}
 
     def add(self, steps: npt.NDArray[Any], values: npt.NDArray[Any]) -> list[Any]:

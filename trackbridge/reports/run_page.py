@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
         else info.name or info.run_id,
         where="/".join(filter(None, (info.project, info.name or info.run_id))),
         status=record.status,
-        series={name: record.series(name) for name in sorted(record.names, key=is_wide)},
+        series=Recorded(record),
         spikes=spikes,
         marked=found[INSPECTED:],
         actions=actions(record, subject, sealed.get(subject.id) if subject else None, live=live is not None),
@@ -59,6 +59,35 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
         facts=_facts(record),
         live=live,
     )
+
+
+class Recorded(Mapping[str, Series]):
+    """The series of a run, run-level ones first; going through all of them reads the journal in few passes and keeps none."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self._names = sorted(record.names, key=is_wide)
+
+    def __getitem__(self, name: str) -> Series:
+        if name not in self.record.names:
+            raise KeyError(name)
+        return self.record.series(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def items(self) -> ItemsView[str, Series]:
+        return _Items(self)
+
+
+class _Items(ItemsView[str, Series]):
+    _mapping: Recorded
+
+    def __iter__(self) -> Iterator[tuple[str, Series]]:
+        return self._mapping.record.many(self._mapping)
 
 
 def _capsule(record: RunRecord, anomaly: Anomaly) -> SpikeCapsule | None:

@@ -80,6 +80,7 @@ function lineChart(host, lines, options = {}) {
 
   const made = {
     plot,
+    lines: () => shown,
     update(next) {
       shown = next;
       plot.setData(align(next));

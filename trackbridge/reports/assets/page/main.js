@@ -33,3 +33,17 @@ spikes();
 navigation();
 live();
 document.documentElement.dataset.ready = "yes";
+
+/** For people with a console open, and for tests: what is drawn, as data. */
+globalThis.trackbridge = {
+  charts: () => [...charts].map((chart) => chart.lines().map((line) => ({
+    label: line.label, steps: Array.from(line.steps), values: Array.from(line.values, (v) => (Number.isFinite(v) ? v : null)),
+  }))),
+  range: () => view.range,
+  ranges: () => [...charts].map(({ plot }) => [plot.scales.x.min, plot.scales.x.max]),
+  marks: () => {
+    const { plot } = [...charts][0], mark = page.marks[0];
+    const pixels = [mark.from - 0.5, mark.to + 0.5].map((step) => plot.valToPos(step, "x", true));
+    return { ...mark, pixels, top: plot.bbox.top, at: plot.posToVal(pixels[0] / devicePixelRatio - plot.over.offsetLeft, "x") };
+  },
+};

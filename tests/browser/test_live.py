@@ -1,0 +1,255 @@
+"""`trackbridge view --live`: the page grows with the run, asks sparingly, and ends with it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.browser.conftest import Opener
+from trackbridge.errors import UsageError
+from trackbridge.journal import JournalWriter
+from trackbridge.records import Anomaly, Row, RunEnd, Schema
+from trackbridge.reports import live
+from trackbridge.reports.live import LiveRun
+from trackbridge.reports.server import LiveServer
+from trackbridge.rundir import Attempt, RunDirectory, RunFile
+
+NAMES = Schema(("train/loss", "grad/norm", "layer/head.weight/grad_norm"))
+
+
+class Trainer:
+    """Writes a run's journal as a trainer would, without one. Its attempt is alive as long as this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory = RunDirectory(folder)
+        attempt = Attempt(number=0, start_step=0, time=time.time(), pid=os.getpid(), host=socket.gethostname())
+        self.directory.write(RunFile(project="p", run_id="live", name="live", created=1.7e9, attempts=[attempt]))
+        self.writer = JournalWriter(self.directory.rows(0), segment_bytes=1 << 20, fsync_seconds=60)
+        self.step = 0
+
+    def train(self, steps: int, value: float = 2.0) -> None:
+        for _ in range(steps):
+            self.writer.append(Row(-1, self.step, 1.7e9, 0, NAMES, np.array([value, 1.0, 0.5])))
+            self.step += 1
+        self.writer.sync()
+
+    def spike(self) -> None:
+        at = self.step
+        self.train(3, 9.0)
+        first = ("train/loss", at)
+        self.writer.append(Anomaly("a", "spike", at, at, 0.9, "train/loss", 9.0, 2.0, 40.0, first, (first,), time=1.7e9))
+        self.writer.sync()
+
+    def finish(self) -> None:
+        self.writer.append(RunEnd(-1, 1.7e9, "finished"))
+        self.writer.close()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(tmp_path / "run")
+    made.train(20)
+    yield made
+    made.writer.close()
+
+
+def losses(news: dict[str, Any]) -> dict[int, float]:
+    found = {}
+    for block in news["blocks"]:
+        steps = np.frombuffer(base64.b64decode(block["steps"]), "<f8")
+        values = np.frombuffer(base64.b64decode(block["values"]), "<f4").reshape(len(steps), -1)
+        column = block["names"].index("train/loss")
+        found |= dict(zip(steps.astype(int).tolist(), values[:, column].tolist(), strict=True))
+    return found
+
+
+# -- what is told
+
+
+def test_news_are_what_came_since_each_once(trainer: Trainer) -> None:
+    run = LiveRun(trainer.directory.path, Clock())
+    start = run._reader.position
+    assert run.news(start, start)["blocks"] == []
+    trainer.train(5, 3.0)
+    first = run.news(start, start)
+    assert losses(first) == dict.fromkeys(range(20, 25), 3.0)
+    assert run.news(first["after"], start)["blocks"] == []
+    assert losses(run.news(start, start)) == losses(first), "another reader is told the same"
+
+
+def test_an_anomaly_brings_new_words_and_marks_and_an_end_ends_it(trainer: Trainer) -> None:
+    clock = Clock()
+    run = LiveRun(trainer.directory.path, clock)
+    at = run._reader.position
+    trainer.spike()
+    news = run.news(at, at)
+    assert "Spike in train/loss at step 20" in news["sections"]["head"] and news["marks"][0]["from"] == 20
+    assert not news["ended"]
+    trainer.finish()
+    clock.now += 100
+    last = run.news(news["after"], news["changed"])
+    while not last["ended"]:  # how it ended is told first
+        assert "sections" in last
+        last = run.news(last["after"], last["changed"])
+    assert "finished" in run.page()
+
+
+def test_words_are_not_built_again_for_every_question(trainer: Trainer) -> None:
+    clock = Clock()
+    run = LiveRun(trainer.directory.path, clock)
+    at = run._reader.position
+    trainer.spike()
+    first = run.news(at, at)
+    trainer.spike()
+    assert "sections" not in run.news(first["after"], first["changed"]), "not yet"
+    clock.now += live.LEAST_AGE + 1
+    assert "sections" in run.news(first["after"], first["changed"])
+
+
+def test_answers_and_memory_are_bounded(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "ANSWER_BYTES", 240)
+    monkeypatch.setattr(live, "HELD_BYTES", 24 * 100)
+    run = LiveRun(trainer.directory.path, Clock())
+    at = run._reader.position
+    trainer.train(90)
+    told: dict[int, float] = {}
+    news = run.news(at, at)
+    while news["blocks"]:
+        told |= losses(news)
+        assert len(losses(news)) <= 11
+        news = run.news(news["after"], at)
+    assert sorted(told) == list(range(20, 110))
+    trainer.train(200)
+    assert run.news(at, at) == {"reload": True}, "what was forgotten is not left out in silence"
+    assert run.news(10**9, 0) == {"reload": True}
+
+
+# -- the server
+
+
+@pytest.fixture
+def server(trainer: Trainer) -> Iterator[LiveServer]:
+    with LiveServer(LiveRun(trainer.directory.path)) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def status(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_knows_the_address_is_answered(server: LiveServer) -> None:
+    origin = server.url.rsplit("/", 2)[0]
+    assert status(server.url) == 200
+    assert status(f"{server.url}rows?after=0&changed=0") == 200
+    assert status(f"{server.url}rows?after=nonsense") == 200, "answered with: load again"
+    for wrong in ("/", "/rows?after=0", "/guess/", f"/{server.token}/../../etc/passwd", f"/{server.token}/run.json"):
+        assert status(origin + wrong) == 404
+    assert status(server.url, Host="evil.example") == 403
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_too_many_at_once_are_told_to_come_again(server: LiveServer) -> None:
+    for _ in range(8):
+        server.slots.acquire()
+    assert status(server.url) == 503
+
+
+def test_a_port_in_use_is_said(trainer: Trainer, server: LiveServer) -> None:
+    with pytest.raises(UsageError, match="--port"):
+        LiveServer(LiveRun(trainer.directory.path), server.server_address[1])
+
+
+def test_ctrl_c_ends_it_cleanly(trainer: Trainer) -> None:
+    command = [sys.executable, "-m", "trackbridge.cli", "view", str(trainer.directory.path), "--live", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None and serving.stderr is not None
+        url = serving.stdout.readline().strip()
+        assert status(url) == 200
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(timeout=30) == 0
+        assert serving.stderr.read().split()[-1] == "stopped"
+
+
+# -- in a browser
+
+
+def test_the_page_grows_with_the_run_and_stops_with_it(watch: Opener, trainer: Trainer, server: LiveServer) -> None:
+    watched = watch()
+    tab = watched.open(server.url)
+    tab.wait_for_selector("#charts canvas")
+    assert tab.locator("h1").inner_text() == "live"
+    trainer.train(30, 2.5)
+    tab.wait_for_selector("#step[max='49']")
+    assert len(watched.charts()[0][0]["steps"]) == 50
+    assert watched.charts()[0][0]["values"][-1] == 2.5
+    trainer.spike()
+    tab.wait_for_selector("h1:has-text('Spike in train/loss at step 50')")
+    assert tab.evaluate("trackbridge.marks()")["from"] == 50
+    assert tab.get_by_role("button", name="spike at 50").is_visible()
+    trainer.finish()
+    tab.wait_for_selector("#live[data-state=ended]")
+    asked = len(watched.asked)
+    tab.wait_for_timeout(1500)
+    assert len(watched.asked) == asked, "a run that has ended is not asked about"
+    assert watched.said == [] and watched.outside == []
+
+
+def test_it_asks_one_question_at_a_time_and_less_often_in_silence(watch: Opener, server: LiveServer) -> None:
+    watched = watch()
+    tab = watched.open(server.url)
+    tab.clock.install()
+    tab.reload()
+    tab.wait_for_selector("html[data-ready]")
+    watched.asked.clear()
+    for _ in range(60):
+        tab.clock.run_for(1000)
+    questions = [address for address in watched.asked if "/rows" in address]
+    assert 3 <= len(questions) <= 12, "a minute of silence"
+
+
+def test_a_server_that_is_gone_is_said(watch: Opener, trainer: Trainer) -> None:
+    with LiveServer(LiveRun(trainer.directory.path)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        tab = watch().open(server.url)
+        server.shutdown()
+        thread.join()
+    tab.wait_for_selector("#live[data-state=lost]")
+
+
+def test_news_are_strict_json(trainer: Trainer) -> None:
+    run = LiveRun(trainer.directory.path, Clock())
+    at = run._reader.position
+    trainer.writer.append(Row(-1, 20, 1.7e9, 0, NAMES, np.array([np.nan, np.inf, -np.inf])))
+    trainer.spike()
+    assert json.loads(json.dumps(run.news(at, at), allow_nan=False))["blocks"]
