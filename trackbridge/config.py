@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from trackbridge.errors import ConfigError, nearest
+from trackbridge.rules import Rule
 
 MiB = 1024 * 1024
 PREFIX = "TRACKBRIDGE_"
@@ -162,6 +163,7 @@ class DetectionConfig(Section):
     stall: StallConfig = StallConfig()
     plateau: PlateauConfig = PlateauConfig()
     layers: LayersConfig = LayersConfig()
+    rules: tuple[Rule, ...] = Field((), description="your own thresholds, see trackbridge.rules")
 
 
 class PerfConfig(Section):
@@ -210,6 +212,7 @@ class TrackbridgeConfig(BaseSettings):
     shipping: Literal["process", "thread"] = "process"
     join: bool = Field(False, description="write into the W&B or MLflow run that is open in this process")
     strict: bool = False
+    stop_on_anomaly: float | None = Field(None, ge=0, le=1, description="severity from which run.should_stop says so")
     slots: int = Field(64, ge=2, description="depth of the ring between training thread and scribe")
 
     parameters: ParametersConfig = ParametersConfig()

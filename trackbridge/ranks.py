@@ -77,6 +77,17 @@ def store() -> Any:
     return None if dist is None else dist.distributed_c10d._get_default_store()
 
 
+def any_rank(flag: bool, device: Any) -> bool:
+    """True on every rank if `flag` is on any. A collective over all ranks, on `device`; just `flag` without a process group."""
+    dist = _initialised()
+    if dist is None or dist.get_world_size() == 1:
+        return flag
+    torch = sys.modules["torch"]
+    answer = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer.item())
+
+
 def _initialised() -> Any:
     """torch.distributed if it is imported and initialised, else None; imports nothing."""
     dist = sys.modules.get("torch.distributed")

@@ -29,7 +29,7 @@ from trackbridge.backends.resolve import resolve
 from trackbridge.batches import Feed, LoaderBook
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
-from trackbridge.detectors import Watch
+from trackbridge.detectors.prime import primed
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
 from trackbridge.flops.meter import Meter
 from trackbridge.intake import Intake
@@ -38,7 +38,7 @@ from trackbridge.keep import Keeper
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
-from trackbridge.ranks import Ranks
+from trackbridge.ranks import Ranks, any_rank
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.retention import Retainer
@@ -195,7 +195,11 @@ class Run:
             contexts=contexts,
             instruments=self._instruments,
             recorder=recorder,
-            watch=Watch(settings.detection) if settings.detection.enabled else None,
+            watch=(
+                primed(settings.detection, directory.rows(info.rank), info.attempt, info.start_step)
+                if settings.detection.enabled
+                else None
+            ),
             directory=directory,
             attempt=info.attempt,
             seal=(lambda scribe: sealing(scribe, directory, info, settings.recorder, recorder, contexts)) if recorder else None,
@@ -234,6 +238,24 @@ class Run:
         Waits up to `timeout` seconds until it is open. Raises `UsageError` where there is none.
         """
         return self._delivery.native(backend, timeout)
+
+    @property
+    def should_stop(self) -> Anomaly | None:
+        """The first anomaly at least as severe as the setting `stop_on_anomaly`; None when there is none, or it is not set.
+
+        trackbridge never stops a run by itself: ``if run.should_stop: break``. This is what this rank knows, a bit late;
+        ranks that must leave their loop together ask `agree_to_stop`.
+        """
+        limit = self._settings.stop_on_anomaly
+        if limit is None:
+            return None
+        return next((anomaly for anomaly in self.anomalies if anomaly.severity >= limit), None)
+
+    def agree_to_stop(self) -> bool:
+        """Whether any rank's `should_stop` is set, the same answer on every rank. A collective: call it on all ranks at one
+        step. It waits for the device; without a process group it costs nothing."""
+        device = next((p.device for module in self._models.values() for p in module.parameters()), torch.device("cpu"))
+        return any_rank(self.should_stop is not None, device)
 
     # recording
 
@@ -445,6 +467,7 @@ class Run:
             yield
             return
         with self._part:
+            self._scribe.pause()
             self._pace.pause()
             self._instruments.pause()
             if self._recorder is not None:
@@ -457,6 +480,7 @@ class Run:
                     self._recorder.resume()
                 self._instruments.resume()
                 self._pace.resume(f"perf/paused_s/{names.legal(what)}")
+                self._scribe.resume()
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
         """Your own scalars, at `step` (default: the newest closed step). Tensors are copied here and read later, elsewhere.

@@ -93,6 +93,7 @@ class Scribe:
         seal: Callable[[Scribe], Sealing] | None,
         world_size: int = 1,
         strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fresh: deque[Anomaly] = deque()
         self.latest: dict[str, Anomaly] = {}
@@ -117,10 +118,22 @@ class Scribe:
         self._submitted_bytes = 0  # written by the training thread only
         self._handled_bytes = 0  # written by the scribe's thread only
         self.contexts_dropped = 0
+        self._clock = clock
+        self._since = clock()  # when the newest step came, or the newest pause ended
+        self._pauses = 0
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="trackbridge-scribe", daemon=True)
         self._thread.start()
 
     # training thread
+
+    def pause(self) -> None:
+        """No step is to be expected until `resume`. Nests."""
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._since = self._clock()
+        self._pauses -= 1
 
     def submit(self, item: Item) -> None:
         self._items.put(item)
@@ -183,6 +196,7 @@ class Scribe:
     def close(self, end: RunEnd, timeout: float) -> bool:
         """Everything submitted so far, open capsules, then `end`, then the journals' last fsync. Bounded; False if late: then
         the thread goes on by itself, and `end` is written when it gets there."""
+        self._closing = True  # no step is awaited any more
         deadline = time.monotonic() + timeout
         last = Ask(lambda: self._finish_watch(deadline - time.monotonic()))
         self.submit(last)
@@ -206,6 +220,14 @@ class Scribe:
                 for journal in (self._rows, self._contexts):
                     journal.sync_if_due()
                 self._listen()
+                self._wait()
+
+    def _wait(self) -> None:
+        """Nothing comes: is the run stalled?"""
+        if self._watch is not None and self._detecting.alive and not self._pauses and not self._closing:
+            with self._detecting:
+                for anomaly in self._watch.wait(self._clock() - self._since):
+                    self._tell(anomaly)
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
@@ -232,6 +254,7 @@ class Scribe:
                 self._rows.append(item)
 
     def _step(self, item: ClosedStep) -> None:
+        self._since = self._clock()
         if item.context is not None:
             self._handled_bytes += item.context.nbytes
         reading = self._instruments.read(item.slot)

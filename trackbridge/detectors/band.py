@@ -120,8 +120,9 @@ class BandDetector(SeriesState):
         self.slow_drift.bind([self.series[i] for i in heads])
         self.settled = np.zeros(len(self.series), bool)
 
-    def update(self, step: int, values: FloatArray, present: BoolArray) -> list[Verdict]:
-        """One step: values (n,) float64, present (n,) bool. Returns a verdict per out-of-band or non-finite series."""
+    def update(self, step: int, values: FloatArray, present: BoolArray, widen: float = 1.0) -> list[Verdict]:
+        """One step: values (n,) float64, present (n,) bool. Returns a verdict per out-of-band or non-finite series. `widen`
+        multiplies the bars, for a step that is known to be noisier than others."""
         cfg, tune, units = self.settings, self.tuning, self.units
         finite = np.isfinite(values)
         ok = present & finite
@@ -138,7 +139,7 @@ class BandDetector(SeriesState):
         u = units.skewed((x - expected) / scale, scale, expected, self.signed)
         weight = np.maximum(self.tail, tune.tail_free)
         factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
-        above, below = self._outside(u, units.bar * factor, ok & (seen >= cfg.warmup))
+        above, below = self._outside(u, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
         verdicts = [
@@ -254,7 +255,7 @@ class BandDetector(SeriesState):
         material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
         # The tail of a spike is no drift.
         eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
-        if self._learning():
+        if self.learning():
             eligible &= self._is_loss
         widened = np.sqrt(factor)
         under_way = self.drifting()
@@ -277,7 +278,7 @@ class BandDetector(SeriesState):
             verdicts.append(Verdict(i, "drift", step, since, units.plain(float(x[i]), i), base, float(lean.z[k])))
         return verdicts
 
-    def _learning(self) -> bool:
+    def learning(self) -> bool:
         """The loss is well below where it was: gradients that grow meanwhile are those of a net that learns."""
         losses = self._is_loss[self.heads]
         fast = self.drift.lean[self.heads][losses]

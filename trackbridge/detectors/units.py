@@ -68,8 +68,8 @@ class Units:
 
     def skewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
         """`u` sigmas above expectation as a series with noise in proportion to itself means them: ``log(1 + r u) / r``, r being
-        the scale as a share of the level beyond `_ADDITIVE`. Such noise has a long upper side, which is no spike. A small loss is
-        of that kind; one that has been zero or negative (`signed`) is not, and neither is what is judged on its logarithm."""
+        the scale as a share of the level beyond `_ADDITIVE`. Such noise has a long upper side, which is no spike. A small loss
+        is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm."""
         share = scale / np.maximum(expected, 1e-30)
         if not (share > _ADDITIVE).any():
             return u

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from trackbridge.detectors import nonfinite
 from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, IntArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
-from trackbridge.detectors.monitors import Look, Sign, monitors
+from trackbridge.detectors.monitors import Look, Regime, Sign, monitors
 from trackbridge.detectors.periodic import Periods
 from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row, Schema, StepContext
@@ -24,6 +24,8 @@ _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a
 _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _LATE = 10  # steps after an excursion's detection in which its cause may still be seen: weights are measured every ten
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
+_PLANS = 512  # schemas remembered
+_LAYERS = 0.3  # severity of an event that the loss does not follow, at most
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
@@ -65,6 +67,9 @@ class Watch:
         self._told_skips: set[int] = set()
         self._resumed = -1
         self._monitors = {monitor.NAME: monitor for monitor in monitors(self.settings)}
+        self._regime = cast(Regime, self._monitors[Regime.NAME])
+        self._row: Row | None = None
+        self._rested = -1  # until this step no further event of single layers is told
         self._latest: Episode | None = None  # the latest excursion that is over: its cause may be seen only now
         self._ids: set[str] = set()  # outlives `load_state_dict`: a loop that rolls back may see a step twice
         self._columns()
@@ -79,22 +84,36 @@ class Watch:
             self._told_skips.add(step)
         elif event in _REGIME:
             self.detector.relearn()
+        if event in ("resume", "batch_size", "sequence_length"):
+            for monitor in self._monitors.values():
+                monitor.changed(event)
+
+    def wait(self, seconds: float) -> list[Anomaly]:
+        """No step has come for `seconds`, pauses not counted: is that a stall? Ask now and then, by whatever clock there is."""
+        row = self._row
+        if row is None or not self.settings.enabled:
+            return []
+        late = replace(row, step=row.step + 1, time=row.time + seconds)
+        signs = [(name, monitor.waiting(seconds, late.step)) for name, monitor in self._monitors.items()]
+        return [anomaly for name, sign in signs if sign is not None for anomaly in self._sign(name, sign, late)]
 
     def update(self, row: Row, context: StepContext | None = None) -> list[Anomaly]:
         """New anomalies of this row, and newer versions (same `id`) of open ones. `context` is the step's, where known."""
         if row.kind != "step" or not self.settings.enabled:
             return []
         plan = self._plans.get(id(row.schema)) or self._plan(row.schema)
+        self._row = row
         skip = self._amp_skip(row, plan)
         out = self._signs(Look(row, plan.places, context, self._recent(row.step)))
         out += self._nonfinite(row, plan, skip)
         self._present[:] = False
-        if not skip:
+        if not skip and self._regime.judged:
             self._values[plan.positions] = row.values[plan.columns]
             self._unclip(row, plan)
             self._present[plan.positions] = True
-        verdicts = [v for v in self.detector.update(row.step, self._values, self._present) if v.kind != "nonfinite"]
-        return out + self._continue(row, verdicts) + self._begin(row, verdicts)
+        judged = self.detector.update(row.step, self._values, self._present, self._regime.widen)
+        verdicts = [v for v in judged if v.kind != "nonfinite"]
+        return out + self._continue(row, verdicts) + self._begin(row, verdicts) + self._begin_layers(row, verdicts)
 
     def finish(self) -> list[Anomaly]:
         """Close open episodes; they did not recover."""
@@ -126,6 +145,8 @@ class Watch:
             np.array([where[schema.names[i]] for i in columns if schema.names[i].endswith("/grad_norm")], np.int64),
             place,
         )
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
         self._plans[id(schema)] = plan
         return plan
 
@@ -221,9 +242,10 @@ class Watch:
 
     def _cause(self, onset: int) -> Episode | None:
         """The told fault that an excursion from `onset` is the effect of. It is no longer an event of its own then."""
-        for name, monitor in self._monitors.items():
+        causal = [name for name, monitor in self._monitors.items() if monitor.CAUSAL]
+        for name in (*causal, "layers"):
             episode = self._open.get(name)
-            if episode is not None and monitor.CAUSAL and onset - _CAUSE <= episode.anomaly.onset <= onset:
+            if episode is not None and onset - _CAUSE <= episode.anomaly.onset <= onset:
                 return self._open.pop(name)
         return None
 
@@ -241,6 +263,31 @@ class Watch:
                 continue
             out += self._open_episode(row, key, v, verdicts)
         return out
+
+    def _begin_layers(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
+        """Single layers that stay out of their band while nothing else is wrong: one event of low severity for all of them.
+        Not while the loss is falling: then layers change because the net learns."""
+        cfg, d = self.settings.layers, self.detector
+        busy = row.step < self._rested or any(key in self._open for key in ("excursion", "drift", "nonfinite", "layers"))
+        if not cfg.enabled or busy or not verdicts or d.learning():
+            return []
+        lasting = [
+            v for v in verdicts
+            if v.kind == "spike" and not self._is_head[v.index] and v.score >= cfg.score and d.run[v.index] == cfg.after
+        ]  # fmt: skip
+        if not lasting:
+            return []
+        v = max(lasting, key=lambda v: v.score)
+        self._rested = row.step + cfg.rest
+        anomaly = Anomaly(
+            id=self._name_it(row, "spike"), kind="spike", step=row.step, onset=v.onset,
+            severity=min(severity("spike", v.score), _LAYERS), series=self._name(v), value=v.value, expected=v.expected,
+            score=v.score, attempt=row.attempt, time=row.time, notes=(*self._notes(row.step), "the loss does not follow"),
+        )  # fmt: skip
+        episode = self._open["layers"] = Episode(anomaly)
+        episode.join(self._precursors(v.onset))
+        episode.join((self._name(w), w.onset, w.index) for w in verdicts)
+        return [episode.refreshed()]
 
     def _within_drift(self, key: str, v: Verdict) -> bool:
         """True for a jump that is only the noise on top of a drift that has been told."""
@@ -294,7 +341,7 @@ class Watch:
 
     def _continue(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
         out = []
-        for key in [key for key in ("excursion", "drift") if key in self._open]:
+        for key in [key for key in ("excursion", "drift", "layers") if key in self._open]:
             out += self._carry_on(key, self._open[key], row, verdicts)
         return out
 
@@ -305,7 +352,7 @@ class Watch:
         changed = False
         for v in verdicts:
             name = self._name(v)
-            if name == episode.anomaly.series:
+            if name == episode.anomaly.series and key != "layers":
                 episode.worse(v.value, v.score, row.step)
             elif is_loss(name) and not is_loss(episode.anomaly.series) and key == "excursion":
                 episode.lead(name, v.value, v.expected, v.score)
@@ -317,8 +364,9 @@ class Watch:
             self._latest = episode if key == "excursion" else self._latest
             return [closing]
         began = episode.anomaly.onset
+        who = np.ones_like(self._is_head) if key == "layers" else self._is_head
         active = d.drifting() if key == "drift" else (d.run > 0) | (d.drifting() & (d.drift_onset >= began))
-        if (active & self._is_head)[[i for i in np.flatnonzero(self._is_head) if d.series[i] in episode.members]].any():
+        if any(d.series[i] in episode.members for i in np.flatnonzero(active & who).tolist()):
             episode.quiet = 0
         elif self._present[index]:
             episode.quiet_since = row.step if episode.quiet == 0 else episode.quiet_since
@@ -334,14 +382,16 @@ class Watch:
     def _stays(self, key: str, episode: Episode, index: int, verdicts: list[Verdict]) -> Anomaly | None:
         """The closing version of an episode that ends at a new level instead of coming back; None if it goes on."""
         shifted = any(v.index == index and v.kind == "shift" for v in verdicts)
-        if shifted and key == "excursion":
+        if shifted and key != "drift":
             kind = "shift" if self.detector.settled[index] else "divergence"
         elif shifted:
             kind = "drift"
         elif self.detector.stayed()[index] and not self.detector.run[index]:
-            kind = "shift" if key == "excursion" else "drift"
+            kind = "drift" if key == "drift" else "shift"
         else:
             return None
+        if key == "layers":
+            return episode.refreshed(kind=kind)
         return episode.refreshed(kind=kind, severity=max(severity(kind, episode.anomaly.score), episode.anomaly.severity))
 
     def _precursors(self, onset: int) -> list[tuple[str, int, int]]:
@@ -357,7 +407,8 @@ class Watch:
         return self.detector.series[verdict.index]
 
     def _notes(self, step: int) -> tuple[str, ...]:
-        return ("after_resume",) if self._recent(step) else ()
+        known = ("after_resume",) if self._recent(step) else ()
+        return (*known, self._regime.words) if self._regime.words else known
 
     def _recent(self, step: int) -> bool:
         """The run was resumed shortly before `step`."""
@@ -378,6 +429,7 @@ class Watch:
             "skipped": self._skipped,
             "resumed": self._resumed,
             "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
+            "rested": self._rested,
             "latest": self._latest.state() if self._latest is not None else None,
         }
 
@@ -387,6 +439,7 @@ class Watch:
         self._periods.load_state_dict(state["periods"])
         self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
+        self._rested = state.get("rested", -1)
         latest = state.get("latest")
         self._latest = Episode.restore(latest) if latest else None
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version

@@ -10,18 +10,29 @@ from trackbridge.config import DetectionConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
 from trackbridge.detectors.monitors.learning_rate import LearningRate
 from trackbridge.detectors.monitors.loss_scale import LossScale
+from trackbridge.detectors.monitors.memory import Memory
 from trackbridge.detectors.monitors.optimizer_state import OptimizerState
+from trackbridge.detectors.monitors.plateau import Plateau
+from trackbridge.detectors.monitors.regime import Regime
 from trackbridge.detectors.monitors.repeats import Repeats
+from trackbridge.detectors.monitors.rule import RuleMonitor
+from trackbridge.detectors.monitors.stall import Stall
+from trackbridge.detectors.monitors.throughput import Throughput
 
-__all__ = ["Look", "Monitor", "Sign", "monitors"]
+__all__ = ["Look", "Monitor", "Regime", "Sign", "Stall", "monitors"]
 
 
 def monitors(settings: DetectionConfig) -> list[Monitor]:
     """Those that are switched on, in the order in which they are asked."""
     every: list[tuple[bool, Monitor]] = [
+        (True, Regime()),
         (settings.learning_rate.enabled, LearningRate(settings.learning_rate)),
         (settings.repeats.enabled, Repeats(settings.repeats)),
         (settings.optimizer_state.enabled, OptimizerState(settings.optimizer_state)),
         (settings.loss_scale.enabled, LossScale(settings.loss_scale)),
+        (settings.throughput.enabled, Throughput(settings.throughput)),
+        (settings.memory.enabled, Memory(settings.memory)),
+        (settings.stall.enabled, Stall(settings.stall)),
+        (settings.plateau.enabled, Plateau(settings.plateau)),
     ]
-    return [monitor for enabled, monitor in every if enabled]
+    return [monitor for enabled, monitor in every if enabled] + [RuleMonitor(rule) for rule in settings.rules]

@@ -98,6 +98,13 @@ class Monitor:
         while something is told."""
         return None
 
+    def changed(self, event: str) -> None:
+        """A change of regime that the run knows of begins now."""
+
+    def waiting(self, seconds: float, step: int) -> Sign | None:
+        """No step has come for `seconds`; `step` is the one that is awaited."""
+        return None
+
     def regime(self) -> str | None:
         """After an `update`: a known change of regime that began at this step (see `Watch.note`), None almost always."""
         return None
