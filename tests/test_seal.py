@@ -228,14 +228,19 @@ def test_the_post_mortem_says_what_the_record_knows(tmp_path: Path) -> None:
     ]
     symptoms = text.split("## 2.")[0]
     for said in (
-        "| Onset | step 20 |", "step 21, in train/loss", "(from 5 recorded steps)", "| Peak | 9 at step 20 |",
+        "| Onset | step 20 |", "step 21, in train/loss", "(from 20 recorded steps)", "| Peak | 9 at step 20 |",
         "did not recover",
         "Gradient norm (before clipping where that is recorded) at the onset | 9; median before ",
         "rate at the onset | 0.001",
-        "epoch 0; index 20; samples 20, 21", "torch.float32",
+        "epoch 0; index 20; samples 20, 21", "torch.float32", "Unusual in it | ",
     ):  # fmt: skip
         assert said in symptoms
-    assert "1. **corrupt-batch**" in text and "entropy 7.9 bits" in text and "run.batches(loader, skip=...)" in text
+    assert "corrupt" not in symptoms, "numbers, no theory"
+    assert "(panels: Loss, The batch at the onset)" in text and "Not known yet." in text.split("## 4.")[1].split("## 5.")[0]
+    verification = text.split("## 6.")[1]
+    assert "Seed: " in verification and "stays below 3.23226 (expected 2.25 plus 4.2 sigmas" in verification
+    assert "from 15 to 76" in verification
+    assert "1. **corrupt-batch**" in text and "entropy 7.9 bits" in text and "--try skip-batch" in text
     for section in text.split("## ")[3:]:
         assert BLANK in section
 

@@ -314,8 +314,9 @@ def write(
     return destination
 
 
-def rewrite(capsule: SpikeCapsule, change: Callable[[SpikeCapsule, Path], None]) -> SpikeCapsule:
-    """The same capsule with other files: ``change(capsule, folder)`` works on a copy of the folder, which then takes its place.
+def rewrite(capsule: SpikeCapsule, change: Callable[[SpikeCapsule, Path], SpikeCapsule | None]) -> SpikeCapsule:
+    """The same capsule with other files: ``change(capsule, folder)`` works on a copy of the folder, which then takes its place. It
+    may return the manifest with other facts about the anomaly.
 
     The copy is made of hard links where the file system has them, so `change` must write new files (`Path.unlink` first, or
     `replace`), never into old ones; `capsule` is the copy, unchecked. The raw batches beside are not touched. A crash leaves
@@ -327,8 +328,8 @@ def rewrite(capsule: SpikeCapsule, change: Callable[[SpikeCapsule, Path], None])
     try:
         shutil.copytree(folder, temporary, copy_function=_link, ignore=shutil.ignore_patterns(".*", MANIFEST))
         recorded = parse_manifest(untrusted.read_json(folder / MANIFEST))  # as sealed: `capsule` may be joined with its batches
-        change(recorded.at(temporary), temporary)
-        complete = recorded.model_copy(update={"files": _entries(temporary)})
+        changed = change(recorded.at(temporary), temporary) or recorded
+        complete = changed.model_copy(update={"files": _entries(temporary)})
         (temporary / MANIFEST).write_text(complete.to_json(), encoding="utf-8")
         _sync(temporary)
         _exchange(temporary, folder)

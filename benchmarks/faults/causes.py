@@ -183,7 +183,7 @@ def adaptive(task: Task) -> bool:
 class StateLost(Fault):
     """Resumed from a checkpoint without the optimizer's state."""
 
-    cause, lr, sizes, held_sizes = "optimizer-state-lost", 3.0, (1.0,), (1.0,)
+    cause, lr, sizes, held_sizes, always = "optimizer-state-lost", 3.0, (1.0,), (1.0,), True
     fits = staticmethod(adaptive)
 
     def before(self, trial: Trial) -> None:
@@ -193,8 +193,6 @@ class StateLost(Fault):
 
 class MomentsZeroed(StateLost):
     """A restore that brings back the count of steps and not the moments: nothing corrects for their being zero."""
-
-    lr = 1.0
 
     def prepare(self, trial: Trial) -> None:
         trial.betas = (0.9, 0.999)
@@ -211,6 +209,7 @@ class StaleMoment(Fault):
     """One layer's second moment is that of a time when it hardly had a gradient: `size` of what it should be."""
 
     cause, sizes, held_sizes = "stale-second-moment", (1e-6, 1e-8), (1e-7, 1e-9)
+    lr, always = 3.0, True
     fits = staticmethod(adaptive)
 
     def prepare(self, trial: Trial) -> None:
@@ -225,7 +224,7 @@ class StaleMoment(Fault):
 class Frozen(StaleMoment):
     """A layer gets no gradient for `span` steps, then its usual one."""
 
-    sizes, held_sizes, span, lr = (0.0,), (0.0,), 120, 3.0
+    sizes, held_sizes, span, always = (0.0,), (0.0,), 120, False
 
     def prepare(self, trial: Trial) -> None:
         trial.betas = (0.9, 0.9)
@@ -243,7 +242,7 @@ class Frozen(StaleMoment):
 class Unclipped(Fault):
     """Clipping is gone, at a rate `size` times the usual, which only clipping kept stable."""
 
-    cause, sizes, held_sizes, tail = "gradient-explosion", (8.0, 14.0), (10.0, 18.0), 60
+    cause, sizes, held_sizes, tail = "gradient-explosion", (14.0, 20.0), (16.0, 24.0), 60
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -330,7 +329,7 @@ class Growing(Fault):
 class LogitGrowth(Growing):
     """Queries and keys grow: attention logits with their product."""
 
-    cause, sizes, held_sizes = "attention-logit-growth", (1.1, 1.15), (1.12,)
+    cause, sizes, held_sizes = "attention-logit-growth", (1.12, 1.18), (1.15,)
     names: ClassVar[tuple[str, ...]] = ("attn.q.weight", "attn.k.weight")
 
     @classmethod
@@ -417,10 +416,10 @@ class WeightWord(WeightBit):
         return self.size
 
 
-class ActivationBit(Fault):
-    """For one step one element of one module's output is `size`."""
+class ActivationTile(Fault):
+    """For one step a tile of one module's output is `size`: a multiplier that failed once."""
 
-    cause, sizes, held_sizes = "hardware-fault", (1e5, 1e7), (1e6, 1e8)
+    cause, sizes, held_sizes = "hardware-fault", (3e2, 1e5), (3e3, 1e6)
 
     def before(self, trial: Trial) -> None:
         if trial.step != self.at:
@@ -432,7 +431,8 @@ class ActivationBit(Fault):
         def hit(_: Any, __: Any, output: Any) -> Any:
             tensor = output[0] if isinstance(output, tuple) else output
             bad = tensor.clone()
-            bad.view(-1)[5] = self.size
+            tile = bad.view(-1, bad.shape[-1])
+            tile[: len(tile) // 4, :8] = self.size
             return (bad, *output[1:]) if isinstance(output, tuple) else bad
 
         self.handle = module.register_forward_hook(hit, prepend=True)
@@ -478,5 +478,5 @@ class Smoothing(Dropout):
 FAULTS: tuple[type[Fault], ...] = (
     Noise, Stuck, NanBatch, RareTokens, Shuffled, LongShuffled, ConstantLabel, Repeated, OtherData, RateJump, RateBlip,
     StateLost, MomentsZeroed, StaleMoment, Frozen, Unclipped, Deepening, HalfOverflow, ScaleTooHigh, LogitGrowth,
-    EmbeddingRows, HeadGrowth, OutlierUnit, WeightBit, WeightWord, ActivationBit, Dropout, Smoothing,
+    EmbeddingRows, HeadGrowth, OutlierUnit, WeightBit, WeightWord, ActivationTile, Dropout, Smoothing,
 )  # fmt: skip

@@ -32,11 +32,17 @@ class Source:
 
 
 class Text(Source):
-    """A Markov chain with Zipf's marginal over `KNOWN` tokens: (inputs, targets), both int64 (batch, length)."""
+    """Sequences from one of three Markov chains each, with Zipf's marginal over `KNOWN` tokens, so that what comes next depends
+    on the last token and, by way of the chain, on all before: (inputs, targets), both int64 (batch, length). Another regime has
+    other chains."""
+
+    CHAINS = 3
 
     def __init__(self, seed: int, batch: int) -> None:
         super().__init__(seed, batch)
-        self.chains = [self._chain(seed * 7 + regime) for regime in range(2)]
+        self.chains = [
+            torch.stack([self._chain(seed * 7 + 31 * k + regime) for k in range(self.CHAINS)]) for regime in range(2)
+        ]
 
     def _chain(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -46,11 +52,12 @@ class Text(Source):
         return table.scatter_add_(1, favourites, torch.tensor([0.4, 0.25, 0.12, 0.08]).expand(KNOWN, -1).contiguous())
 
     def batch(self, number: int) -> Batch:
-        generator, chain = self.generator(number), self.chains[self.regime]
+        generator, chains = self.generator(number), self.chains[self.regime]
+        which = torch.randint(self.CHAINS, (self.batch_size,), generator=generator)
         token = torch.randint(KNOWN, (self.batch_size,), generator=generator) % 40
         tokens = [token]
         for _ in range(self.length):
-            token = torch.multinomial(chain[token], 1, generator=generator).squeeze(1)
+            token = torch.multinomial(chains[which, token], 1, generator=generator).squeeze(1)
             tokens.append(token)
         text = torch.stack(tokens, 1)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()

@@ -15,10 +15,12 @@ def keep(
 ) -> SpikeCapsule:
     """Write the reports into the folder of `capsule` and make its pages anew; returns the capsule as it is now.
 
-    An older report of the same kind is replaced, the other kind stays. The recorded files do not change.
+    An older report of the same kind is replaced, the other kind stays. The recorded files do not change; the hypotheses are
+    ranked anew with what was found.
     """
 
-    def change(copy: SpikeCapsule, folder: Path) -> None:
+    def change(copy: SpikeCapsule, folder: Path) -> SpikeCapsule:
+        from trackbridge.diagnosis.feedback import informed
         from trackbridge.reports.post_mortem import post_mortem
         from trackbridge.reports.spike import spike_page
 
@@ -28,9 +30,12 @@ def keep(
             if report is not None:
                 _write(folder / name, report.model_dump_json(indent=1))
                 files[name] = capsules.entry(folder / name)
-        now = copy.model_copy(update={"files": files})
+        now = copy.model_copy(update={"files": files}).at(folder)
+        ranked = informed(now.anomaly.hypotheses, now.replay, now.counterfactuals)
+        now = now.model_copy(update={"anomaly": now.anomaly.updated(hypotheses=ranked)}).at(folder)
         for name, text in (("post-mortem.md", post_mortem(now)), ("report.html", spike_page(now))):
             _write(folder / name, text)
+        return now
 
     return capsules.rewrite(capsule, change)
 

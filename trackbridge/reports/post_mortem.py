@@ -1,21 +1,27 @@
-"""The post-mortem of one spike as Markdown: seven sections, filled in with what the record knows.
+"""The post-mortem of one anomaly as Markdown: seven sections, filled in with what the record knows.
 
-What only a person knows is a marked blank (`BLANK`), so that an empty section is seen. The symptoms hold numbers and no
-theory.
+What only a person knows is a marked blank (`BLANK`), so that an empty section is seen. The symptoms hold numbers and no theory;
+the root cause is "not known yet" until a replay has shown it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from trackbridge.capsule import SpikeCapsule
-from trackbridge.records import Anomaly, MicroBatch
+from trackbridge.config import DetectionConfig
+from trackbridge.diagnosis.feedback import MARK
+from trackbridge.errors import UsageError
+from trackbridge.history import RunRecord
+from trackbridge.lab.counterfactuals import Try
+from trackbridge.panels import PANELS
+from trackbridge.records import Anomaly, Hypothesis, MicroBatch
 from trackbridge.reports import wording
-
-if TYPE_CHECKING:
-    import pandas as pd
+from trackbridge.reports.known import Known
 
 SECTIONS = (
     "Symptoms",
@@ -28,72 +34,86 @@ SECTIONS = (
 )
 BLANK = "**[to be filled in]**"
 EMA_STEPS = 50
+_EXTRA = 50  # steps past the window over which a change must hold
 
-# Which panel of the dashboards shows the series that speak for a hypothesis.
-_PANELS = {
-    "corrupt-batch": "loss, and the batch table at the onset",
-    "rare-token": "loss, and the token statistics at the onset",
-    "label-fault": "loss against batch identity",
-    "repeated-batch": "batch identity",
-    "lr-discontinuity": "train/lr",
-    "optimizer-state-lost": "optim/exp_avg_sq_norm",
-    "stale-second-moment": "grad/norm against optim/exp_avg_sq_norm",
-    "gradient-explosion": "grad/norm and layer/*/grad_norm",
-    "fp16-overflow": "train/loss_scale and optim/skipped",
-    "attention-logit-growth": "act/*/max of the attention modules",
-    "embedding-instability": "layer/*/grad_norm of embedding and head",
-    "activation-outliers": "act/*/kurtosis",
-    "data-regime-change": "loss and token statistics around the onset",
-    "hardware-fault": "replay verdict",
-    "config-change": "provenance",
+# Which panels (by id) show the series that speak for a hypothesis.
+_PANELS: Mapping[str, tuple[str, ...]] = {
+    "corrupt-batch": ("loss", "batch"),
+    "rare-token": ("batch", "gradients"),
+    "label-fault": ("loss", "batch"),
+    "repeated-batch": ("batch", "loss"),
+    "lr-discontinuity": ("lr", "update-ratio"),
+    "optimizer-state-lost": ("moments", "update-ratio"),
+    "stale-second-moment": ("moments", "updates"),
+    "gradient-explosion": ("gradient-norm", "gradient-map"),
+    "fp16-overflow": ("loss-scale", "applied"),
+    "attention-logit-growth": ("weight-map", "gradients"),
+    "embedding-instability": ("weight-map", "activations"),
+    "activation-outliers": ("kurtosis-map", "activations"),
+    "data-regime-change": ("loss", "batch"),
+    "hardware-fault": ("activations", "weight-map"),
+    "config-change": ("loss", "lr"),
+    "unknown": ("loss", "gradient-norm"),
 }
+_TITLES = {panel.id: panel.title for panel in PANELS}
 
 
-def post_mortem(capsule: SpikeCapsule) -> str:
-    """The post-mortem of `capsule` (its data files must be readable), ending in a newline."""
-    anomaly = capsule.anomaly
+def post_mortem(of: SpikeCapsule | RunRecord, anomaly: Anomaly | None = None) -> str:
+    """The post-mortem of a capsule (its data files must be readable), or of `anomaly` in a run's record, ending in a newline.
+
+    Raises `UsageError` for a record without an anomaly to speak of.
+    """
+    if isinstance(of, SpikeCapsule):
+        known = Known.of_capsule(of)
+    else:
+        anomaly = anomaly or max(of.anomalies, key=lambda found: found.severity, default=None)
+        if anomaly is None:
+            raise UsageError(f"run {of.info.run_id} has no anomaly to write a post-mortem of")
+        known = Known.of_record(of, anomaly)
+    told = known.anomaly
     bodies = (
-        _symptoms(capsule),
-        _hypotheses(anomaly),
-        _evidence(capsule),
-        [f"{BLANK} One sentence, or: not known yet."],
-        _remediation(anomaly),
-        _verification(capsule),
-        [f"{BLANK} What would have caught this earlier, or made it harmless?"],
+        _symptoms(known),
+        _hypotheses(told),
+        _evidence(known),
+        _root_cause(known),
+        _remediation(known),
+        _verification(known),
+        _lesson(known),
     )
-    lines = [f"# Post-mortem: {anomaly.kind} at step {anomaly.step} of {capsule.name or capsule.run}", ""]
+    lines = [f"# Post-mortem: {told.kind} at step {told.step} of {known.name}", ""]
     for number, (title, body) in enumerate(zip(SECTIONS, bodies, strict=True), 1):
         lines += [f"## {number}. {title}", "", *body, ""]
     return "\n".join(lines)
 
 
-def _symptoms(capsule: SpikeCapsule) -> list[str]:
-    anomaly, window = capsule.anomaly, capsule.window
+# -- 1
+
+
+def _symptoms(known: Known) -> list[str]:
+    anomaly = known.anomaly
     facts: list[tuple[str, str]] = [
-        ("Run", f"{capsule.run}, attempt {capsule.attempt}, rank(s) {', '.join(map(str, anomaly.ranks))}"),
+        ("Run", f"{known.run}, attempt {anomaly.attempt}, rank(s) {', '.join(map(str, anomaly.ranks))}"),
         ("Detected", f"step {anomaly.step}, in {anomaly.series}"),
         ("Onset", f"step {anomaly.onset}"),
         ("Value", _value(anomaly)),
     ]
-    before = window[window["step"] < anomaly.onset]
-    after = window[window["step"] >= anomaly.onset]
-    if anomaly.series in window.columns:
-        ema, count = _ema(before[anomaly.series])
-        if count:
-            recorded = wording.plural(count, "recorded step")
-            facts.append((f"{EMA_STEPS}-step EMA before the onset", f"{_number(ema)} (from {recorded})"))
-        peak, where = _peak(after, anomaly.series)
-        if where is not None:
-            facts.append(("Peak", f"{_number(peak)} at step {where}"))
+    ema, count = known.ema(anomaly.series, EMA_STEPS)
+    if count:
+        recorded = wording.plural(count, "recorded step")
+        facts.append((f"{EMA_STEPS}-step EMA before the onset", f"{_number(ema)} (from {recorded})"))
+    peak = known.peak(anomaly.series)
+    if peak is not None:
+        facts.append(("Peak", f"{_number(peak[0])} at step {peak[1]}"))
     over = anomaly.recovered_after
-    facts.append(("Recovery", "did not recover within this capsule" if over is None else wording.plural(over, "step")))
-    facts += list(_at_onset(window, before, anomaly))
+    unrecovered = f"did not recover by step {known.window[1]}"
+    facts.append(("Recovery", unrecovered if over is None else f"after {wording.plural(over, 'step')}"))
+    facts += list(_at_onset(known))
     if anomaly.first_mover:
         facts.append(("First mover", wording.moved_first(anomaly)))
     if anomaly.cascade:
         facts.append(("Cascade", ", ".join(f"{series} (step {step})" for series, step in anomaly.cascade[:8])))
-    facts.append(("Number formats", _dtypes(capsule)))
-    facts += list(_batch_facts(capsule))
+    facts.append(("Number formats", _dtypes(known)))
+    facts += list(_batch_facts(known))
     return ["| what | value |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts)]
 
 
@@ -103,32 +123,55 @@ def _value(anomaly: Anomaly) -> str:
     return f"{value}{expected}" + (f" ({anomaly.score:.3g} robust sigmas)" if math.isfinite(anomaly.score) else "")
 
 
-def _at_onset(window: pd.DataFrame, before: pd.DataFrame, anomaly: Anomaly) -> Iterator[tuple[str, str]]:
-    row = window[window["step"] == anomaly.onset]
-    if row.empty:
-        return
-    for series, title in (("grad/norm", wording.GRADIENT_NORM.capitalize()), ("train/lr", "Learning rate")):
-        if series in window.columns:
-            at, base = float(row[series].iloc[0]), before[series].median()
-            baseline = "" if math.isnan(base) else f"; median before {_number(float(base))}"
+def _at_onset(known: Known) -> Iterator[tuple[str, str]]:
+    for series, title in (
+        ("grad/norm", wording.GRADIENT_NORM.capitalize()),
+        ("grad/norm_clipped", "Gradient norm that the optimizer used"),
+        ("train/lr", "Learning rate"),
+        ("train/loss_scale", "Loss scale"),
+    ):
+        at = known.at_onset(series)
+        if at is not None:
+            base = known.before(series, EMA_STEPS)
+            baseline = f"; median before {_number(float(np.median(base)))}" if len(base) else ""
             yield f"{title} at the onset", _number(at) + baseline
+    worst = known.peak("grad/norm")
+    if worst is not None and worst[1] != known.anomaly.onset:
+        yield "Largest gradient norm from the onset on", f"{_number(worst[0])} at step {worst[1]}"
 
 
-def _dtypes(capsule: SpikeCapsule) -> str:
-    flags = capsule.provenance.get("torch", {})
+def _dtypes(known: Known) -> str:
+    flags = known.provenance.get("torch", {})
     if not isinstance(flags, dict) or not flags:
         return BLANK
-    known = [f"{key} {flags[key]}" for key in ("default_dtype", "autocast", "float32_matmul_precision") if key in flags]
-    scaled = "loss scaling on" if "train/loss_scale" in capsule.window.columns else "no loss scaling"
-    return ", ".join([*known, scaled])
+    shown = [f"{key} {flags[key]}" for key in ("default_dtype", "autocast", "float32_matmul_precision") if key in flags]
+    scaled = "loss scaling on" if "train/loss_scale" in known.values else "no loss scaling"
+    return ", ".join([*shown, scaled])
 
 
-def _batch_facts(capsule: SpikeCapsule) -> Iterator[tuple[str, str]]:
-    micros = capsule.batches.get(capsule.anomaly.onset, ())
+def _batch_facts(known: Known) -> Iterator[tuple[str, str]]:
+    micros = known.batches.get(known.anomaly.onset, ())
     if not micros:
         yield "Batch at the onset", f"not recorded {BLANK}"
+        return
     for k, micro in enumerate(micros):
         yield f"Batch at the onset, micro-batch {k}", _describe(micro)
+    yield "Unusual in it", _unusual(known)
+
+
+def _unusual(known: Known) -> str:
+    """What of the batch is unlike those before it, in numbers."""
+    identity = known.identity
+    found = [f"{key} of {tensor}: {z:+.3g} sigmas (step {step})" for step, tensor, key, z in identity.oddities[:6]]
+    share, at = identity.new_tokens()
+    if share:
+        found.append(f"{share:.1%} of the tokens of step {at} came in no recorded batch before")
+    bad, where = identity.nonfinite()
+    if bad:
+        found.append(f"{bad} non-finite values (step {where})")
+    if found:
+        return "; ".join(found)
+    return "nothing, against the recorded batches before it" if identity.known else "not known: too few batches were recorded"
 
 
 def _describe(micro: MicroBatch) -> str:
@@ -166,59 +209,109 @@ def _statistics(of: Any) -> str:
     return ", ".join(words) or _short(of)
 
 
+# -- 2 and 3
+
+
 def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
         return [f"{BLANK} The record suggests no cause."]
     lines = []
     for place, hypothesis in enumerate(wording.shown(anomaly.hypotheses), 1):
-        panel = f" (panel: {_PANELS[hypothesis.name]})" if hypothesis.name in _PANELS else ""
-        lines.append(f"{place}. **{hypothesis.name}**{panel}")
+        panels = ", ".join(_TITLES[name] for name in _PANELS.get(hypothesis.name, ()))
+        lines.append(f"{place}. **{hypothesis.name}**{f' (panels: {panels})' if panels else ''}")
         lines += [f"   - for: {text}" for text in hypothesis.evidence_for]
         lines += [f"   - against: {text}" for text in hypothesis.evidence_against]
     return lines
 
 
-def _evidence(capsule: SpikeCapsule) -> list[str]:
+def _evidence(known: Known) -> list[str]:
     lines = []
-    for hypothesis in wording.shown(capsule.anomaly.hypotheses):
+    shown = [h for h in wording.shown(known.anomaly.hypotheses) if h.name != "unknown"]
+    if len(shown) > 1:
+        first, second = shown[:2]
+        apart = [*first.evidence_for[:1], *(f"against {second.name}: {text}" for text in second.evidence_against[:2])]
+        lines.append(f"- {first.name} rather than {second.name}: {'; '.join(apart)}.")
+    for hypothesis in shown:
         if hypothesis.intervention:
-            lines.append(f"- To test {hypothesis.name}: {wording.how_to_test(hypothesis.intervention)}. Result: {BLANK}")
-    lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {BLANK} The capsule's tier is {capsule.tier}.")
-    lines += [f"- Not in the capsule: {text}" for text in capsule.missing]
+            lines.append(
+                f"- To test {hypothesis.name}: {wording.how_to_test(hypothesis.intervention)}. Result: {_result(hypothesis)}"
+            )
+    tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
+    report = known.capsule.replay if known.capsule is not None else None
+    verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK
+    lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
+    for t in _tries(known):
+        lines.append(f"- Replay with {t.what}: {t.outcome}{f' ({t.reason})' if t.reason else ''}.")
+    lines += [f"- Not here: {text}" for text in known.missing]
     return lines
 
 
-def _remediation(anomaly: Anomaly) -> list[str]:
+def _result(hypothesis: Hypothesis) -> str:
+    """What a replay has said of it so far; a blank before."""
+    said = [t.removeprefix(MARK) for t in (*hypothesis.evidence_for, *hypothesis.evidence_against) if t.startswith(MARK)]
+    return f"{'; '.join(said)}." if said else BLANK
+
+
+def _tries(known: Known) -> tuple[Try, ...]:
+    found = known.capsule.counterfactuals if known.capsule is not None else None
+    return () if found is None else tuple(t for t in found.tries if t.ran)[:6]
+
+
+# -- 4 to 7
+
+
+def _root_cause(known: Known) -> list[str]:
+    first = next(iter(known.anomaly.hypotheses), None)
+    shown = [text for text in first.evidence_for if text.startswith(MARK)] if first is not None else []
+    if first is None or not shown:
+        return [f"Not known yet. {BLANK}"]
+    why = next((text for text in first.evidence_for if not text.startswith(MARK)), "")
+    said = f"{first.name}{f' ({why})' if why else ''}: {shown[0].removeprefix(MARK)}."
+    return [f"{said[0].upper()}{said[1:]}", "", f"Confirmed by a person: {BLANK}"]
+
+
+def _remediation(known: Known) -> list[str]:
+    report = known.capsule.counterfactuals if known.capsule is not None else None
+    best = report.best if report is not None else None
+    if best is not None:
+        cost = f", giving up {best.given_up:.1%} of the training there" if best.given_up else ""
+        return [
+            f"In the replay the anomaly was gone with {best.what}{cost}.",
+            "",
+            f"The smallest change that was made: {BLANK}",
+        ]
     lines = [f"{BLANK} The smallest change that would do."]
-    first = anomaly.hypotheses[0] if anomaly.hypotheses else None
+    first = next(iter(known.anomaly.hypotheses), None)
     if first is not None and first.intervention:
         lines.append(f"To try first, for {first.name}: {wording.how_to_test(first.intervention)}.")
     return lines
 
 
-def _verification(capsule: SpikeCapsule) -> list[str]:
-    first, last = capsule.span
-    expected = _number(capsule.anomaly.expected)
+def _verification(known: Known) -> list[str]:
+    anomaly, (first, last) = known.anomaly, known.window
+    restart = known.capsule.restart_step if known.capsule is not None else first
+    seeds = {name: value for name, value in known.config.items() if "seed" in str(name).lower()}
+    seed = ", ".join(f"{name} = {_short(value)}" for name, value in seeds.items())
+    recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
+    sigma = known.sigma
+    bar = DetectionConfig.model_validate(known.settings.get("detection", {})).threshold
+    band = f"below {_number(anomaly.expected + bar * sigma)}" if sigma is not None else f"near {_number(anomaly.expected)}"
+    width = f" (expected {_number(anomaly.expected)} plus {bar:g} sigmas of {_number(sigma)})" if sigma is not None else ""
     return [
-        f"- Run again from step {capsule.restart_step} (the capsule holds steps {first} to {last}) with the change.",
-        f"- Band: {capsule.anomaly.series} stays near {expected} past step {last}. Width, further steps and seeds: {BLANK}",
+        f"- Seed: {seed or recorded}; a second one: {BLANK}",
+        f"- Band: {anomaly.series} stays {band}{width}.",
+        f"- Steps: from {restart} to {last + _EXTRA} with the change, {_EXTRA} past what is recorded here.",
+        f"- Result: {BLANK}",
     ]
 
 
-def _ema(values: pd.Series[Any]) -> tuple[float, int]:
-    finite = values[values.map(math.isfinite)]
-    if finite.empty:
-        return math.nan, 0
-    return float(finite.ewm(span=EMA_STEPS, adjust=True).mean().iloc[-1]), len(finite)
-
-
-def _peak(after: pd.DataFrame, series: str) -> tuple[float, int | None]:
-    """The largest value from the onset on; a non-finite one outranks all."""
-    column = after[["step", series]].dropna() if after[series].map(math.isfinite).any() else after[["step", series]]
-    if column.empty:
-        return math.nan, None
-    at = int(column[series].argmax()) if column[series].notna().any() else 0
-    return float(column[series].iloc[at]), int(column["step"].iloc[at])
+def _lesson(known: Known) -> list[str]:
+    lines = [f"{BLANK} What would have caught this earlier, or made it harmless?"]
+    mover = known.anomaly.first_mover
+    if mover is not None and mover[1] < known.anomaly.step:
+        early = wording.plural(known.anomaly.step - mover[1], "step")
+        lines.append(f"{mover[0]} had left its band {early} before the anomaly was told.")
+    return lines
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,79 @@
+"""The post-mortem: what a replay has shown is filled in, and a record without a capsule has one too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.capsules import an_anomaly, make
+from tests.diagnosis.test_feedback import CORRUPT, UNKNOWN, replayed, tried
+from tests.test_seal import a_run
+from trackbridge.capsule import load
+from trackbridge.errors import UsageError
+from trackbridge.history import load as load_run
+from trackbridge.records import MicroBatch
+from trackbridge.replay.keep import keep
+from trackbridge.reports import post_mortem as module
+from trackbridge.reports.known import Known
+from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, SECTIONS, post_mortem
+
+
+def section(text: str, number: int) -> str:
+    return text.split(f"## {number}. ")[1].split("\n## ")[0]
+
+
+def test_what_a_replay_has_shown_is_filled_in(tmp_path: Path) -> None:
+    capsule = load(make(tmp_path / "spike-13", anomaly=an_anomaly(hypotheses=(CORRUPT, UNKNOWN))))
+    before = post_mortem(capsule)
+    assert section(before, 4).strip().endswith(f"Not known yet. {BLANK}")
+    after = post_mortem(keep(capsule, replay=replayed("exact"), counterfactuals=tried(("skip-batch", "prevented"))))
+    assert "verdict: **exact**: because" in section(after, 3) and "Replay with skip-batch done: prevented" in section(after, 3)
+    assert "Result: with skip-batch done the anomaly is gone." in section(after, 3)
+    assert "Corrupt-batch (entropy): with skip-batch done the anomaly is gone." in section(after, 4)
+    assert "gone with skip-batch done" in section(after, 5)
+    assert BLANK in section(after, 4) and BLANK in section(after, 7), "a person confirms, and draws the lesson"
+
+
+def test_a_run_without_a_capsule_has_one_too(tmp_path: Path) -> None:
+    directory = a_run(tmp_path / "run-1")
+    record = load_run(directory.path)
+    text = post_mortem(record, record.anomalies[0])
+    assert text == post_mortem(record), "the most severe one"
+    assert [line[6:] for line in text.splitlines() if line.startswith("## ")] == list(SECTIONS)
+    assert "| Peak | 9 at step 20 |" in text and "(from 20 recorded steps)" in text and "samples 20, 21" in text
+    assert "a capsule: this is from the run's journal" in text
+
+
+def test_a_record_without_an_anomaly_says_so(tmp_path: Path) -> None:
+    record = load_run(a_run(tmp_path / "run-1").path)
+    record.anomalies.clear()
+    with pytest.raises(UsageError, match="no anomaly"):
+        post_mortem(record)
+
+
+def test_unusual_tokens_are_numbers_in_the_symptoms(tmp_path: Path) -> None:
+    capsule = load(make(tmp_path / "spike-13"))
+    usual = {"length": 512, "entropy": 6.4, "unique": 140}
+    batches = {step: (MicroBatch(tokens={"ids": {**usual, "unique": 140 + step % 3}}),) for step in range(12)}
+    batches[12] = (MicroBatch(tokens={"ids": {**usual, "entropy": 7.9, "unique": 250}}),)
+    known = Known.of_capsule(capsule)
+    known = Known(known.anomaly, "r", "r", known.window, known.values, batches, {}, {})
+    said = module._unusual(known)
+    assert "entropy of ids: +75 sigmas (step 12)" in said and "unique of ids: +" in said
+
+
+def test_the_average_is_the_one_of_pandas(tmp_path: Path) -> None:
+    import pandas as pd
+
+    known = Known.of_capsule(load(make(tmp_path / "spike-13")))
+    values = known.before("train/loss")
+    ema, count = known.ema("train/loss", 50)
+    assert count == len(values) == 2
+    assert ema == pytest.approx(float(pd.Series(values).ewm(span=50, adjust=True).mean().iloc[-1]), rel=1e-12)
+    assert np.isnan(known.ema("no/series", 50)[0])
+
+
+def test_every_panel_exists() -> None:
+    assert all(panel in _TITLES for panels in _PANELS.values() for panel in panels)
