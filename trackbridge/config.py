@@ -166,6 +166,17 @@ class DetectionConfig(Section):
     rules: tuple[Rule, ...] = Field((), description="your own thresholds, see trackbridge.rules")
 
 
+class GuardConfig(Section):
+    """What `run.guard` does about a step whose loss or gradient norm is out of its band. It acts only where the loop asks it."""
+
+    action: Literal["warn", "skip", "raise", "stop"] = "warn"
+    threshold: float = Field(6.0, gt=0, description="robust sigmas above the expected value that flag a step")
+    max_consecutive: int = Field(3, ge=1, description="flagged steps in a row after which it asks for a rollback")
+    patience: int = Field(50, ge=1, description="steps in a row that must be in band for the trouble to count as over")
+    max_rollbacks: int = Field(2, ge=0, description="rollbacks without such a recovery between them before it gives up")
+    timeout: float = Field(60.0, gt=0, description="seconds that a rank waits for the others' answer")
+
+
 class PerfConfig(Section):
     """MFU and its relatives. Both counts are this process' own: its shapes over its device's peak. See docs/mfu.md."""
 
@@ -219,6 +230,7 @@ class TrackbridgeConfig(BaseSettings):
     activations: ActivationsConfig = ActivationsConfig()
     recorder: RecorderConfig = RecorderConfig()
     detection: DetectionConfig = DetectionConfig()
+    guard: GuardConfig = GuardConfig()
     perf: PerfConfig = PerfConfig()
     journal: JournalConfig = JournalConfig()
     stream: StreamConfig = StreamConfig()
@@ -289,5 +301,7 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
             owner = owner.model_fields[part].annotation
         known = [name for name in owner.model_fields if name != "kind"]
         return f"unknown setting {'.'.join(path)!r}{nearest(path[-1], known)}; known here: {', '.join(known)}"
+    if first["type"] == "value_error":  # our own words
+        return f"setting {'.'.join(path)!r}: {first['ctx']['error']}"
     shown = f"{first['input']!r}"
     return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown[:80]}"

@@ -67,4 +67,6 @@ def _settings(given: DetectionConfig | dict[str, Any] | None) -> DetectionConfig
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         hint = nearest(key, DetectionConfig.model_fields) if first["type"] == "extra_forbidden" else ""
+        if first["type"] == "value_error":
+            raise ConfigError(f"detection setting {key!r}: {first['ctx']['error']}") from None
         raise ConfigError(f"detection setting {key!r}: {first['msg'].lower()}{hint}") from None

@@ -130,15 +130,8 @@ class BandDetector(SeriesState):
         seen = self.seen
         if seen.size and not seen.all():
             self._begin(ok & (seen == 0), x)
-        ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
-        own = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
-        play = tune.steady_band * own
-        scale = np.minimum(np.maximum(self.steady, own - play), own + play)
-        play = tune.calm_band * scale
-        expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
+        ahead, own, scale, expected, factor = self._ahead()
         u = units.skewed((x - expected) / scale, scale, expected, self.signed)
-        weight = np.maximum(self.tail, tune.tail_free)
-        factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
         above, below = self._outside(u, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
@@ -155,6 +148,28 @@ class BandDetector(SeriesState):
         verdicts += self._drifts(step, x, scale, learn, young, factor)
         self.seen = seen + ok
         return verdicts
+
+    def _ahead(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """For the next value of each series: (fast level, own scale, scale, expectation, what the tail multiplies the bar by)."""
+        tune, units = self.tuning, self.units
+        ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
+        own = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
+        play = tune.steady_band * own
+        scale = np.minimum(np.maximum(self.steady, own - play), own + play)
+        play = tune.calm_band * scale
+        expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
+        weight = np.maximum(self.tail, tune.tail_free)
+        factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
+        return ahead, own, scale, expected, factor
+
+    def upper(self) -> list[float]:
+        """The largest next value of each series, in its own unit, that is in its band; infinity before the warm-up is over."""
+        _, _, scale, expected, factor = self._ahead()
+        most = self.units.bar * factor
+        most = np.where(self.run > 0, np.minimum(most, self.settings.release), most)
+        value = expected + self.units.unskewed(most, scale, expected, self.signed) * scale
+        ready = self.seen >= self.settings.warmup
+        return [self.units.plain(float(v), i) if ready[i] else math.inf for i, v in enumerate(value)]
 
     def _begin(self, first: BoolArray, x: FloatArray) -> None:
         """Take the first value of a series as its level."""

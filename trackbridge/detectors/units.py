@@ -77,6 +77,13 @@ class Units:
         r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
         return np.where(skew, np.log1p(r * np.maximum(u, 0.0)) / r, u)
 
+    def unskewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
+        """The deviation in scales that `skewed` makes `u` of."""
+        share = scale / np.maximum(expected, 1e-30)
+        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (u > 0)
+        r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
+        return np.where(skew, np.expm1(np.minimum(r * np.maximum(u, 0.0), 700.0)) / r, u)
+
     def plain(self, judged: float, index: int) -> float:
         """A judged number back in the series' own unit."""
         return math.exp(min(judged, 700.0)) - float(self.offset[index]) if self.log[index] else judged

@@ -44,6 +44,7 @@ class _Plan:
     counts: IntArray  # places of the non-finite counters
     losses: IntArray
     skipped: int  # place of optim/skipped, or -1
+    guarded: tuple[int, ...]  # places of what the guard left out
     clipping: tuple[int, int]  # places of grad/norm and grad/norm_clipped, or -1
     layers: IntArray  # columns in the detector of the per-layer gradient norms
     places: dict[str, int]
@@ -141,6 +142,7 @@ class Watch:
             nonfinite.counters(schema),
             nonfinite.losses(schema),
             place.get("optim/skipped", -1),
+            tuple(place[name] for name in ("guard/held", "guard/dropped") if name in place),
             (place.get("grad/norm", -1), place.get("grad/norm_clipped", -1)),
             np.array([where[schema.names[i]] for i in columns if schema.names[i].endswith("/grad_norm")], np.int64),
             place,
@@ -157,12 +159,14 @@ class Watch:
         self._is_head = np.array([is_loss(name) or is_global_gradient(name) for name in series], bool).reshape(len(series))
 
     def _amp_skip(self, row: Row, plan: _Plan) -> bool:
-        """True when the scaler skipped this step: its gradients say nothing about the model."""
+        """True when the scaler skipped this step: its gradients say nothing about the model. A step that the guard left out
+        is one whose loss was out of band: it is judged like any other."""
         skip = row.step in self._told_skips
         self._told_skips.discard(row.step)
         if plan.skipped >= 0:
             now = float(row.values[plan.skipped])
-            skip |= now > max(self._skipped, 0.0)
+            guarded = any(row.values[i] > 0 for i in plan.guarded)
+            skip |= now > max(self._skipped, 0.0) and not guarded
             self._skipped = now
         self.amp_skips += skip
         return skip

@@ -66,11 +66,7 @@ class Memory(Monitor):
             self.told, self.ended = "", look.step
         if self.told:
             return None
-        for name in _SERIES:
-            sign = self._creep(name, look.step)
-            if sign is not None:
-                return sign
-        return None
+        return next((sign for name in _SERIES if (sign := self._creep(name, look.step)) is not None), None)
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None
@@ -90,13 +86,16 @@ class Memory(Monitor):
         late = marks[-1] - marks[-_MARKS // 4 - 1]
         if fall > _BACK * rise or len(ups) < _STAIRS or late < _LATE * rise:
             return None
-        return self._tell(name, marks, rise, len(ups), step)
+        held = self.marks["mem/allocated_bytes"][:-1]
+        alone = name == "mem/reserved_bytes" and len(held) == _MARKS and held[-1] - held[0] < rise / 4
+        if name == "mem/reserved_bytes" and len(held) == _MARKS and not alone:  # it holds what tensors hold: they are told
+            name, marks, rise = "mem/allocated_bytes", held, held[-1] - held[0]
+        return self._tell(name, marks, rise, len(ups), step, held if alone else None)
 
-    def _tell(self, name: str, marks: list[float], rise: float, ups: int, step: int) -> Sign:
+    def _tell(self, name: str, marks: list[float], rise: float, ups: int, step: int, held: list[float] | None) -> Sign:
         steps = _STRETCH * (_MARKS - 1)
         onset = step - _STRETCH * _MARKS
-        held = self.marks["mem/allocated_bytes"][:-1]
-        if name == "mem/reserved_bytes" and len(held) == _MARKS and held[-1] - held[0] < rise / 4:
+        if held is not None:
             fault, how = "fragmentation", f"while tensors hold {max(held[-1] - held[0], 0) / 2**20:.0f} MiB more"
         elif ups >= _MARKS * 2 // 3:
             fault, how = "slope", f"{rise / steps / 2**10:.1f} KiB a step"

@@ -24,7 +24,7 @@ _ACCEPT = 1000  # slow steps after which the pace is the new usual one
 
 class Throughput(Monitor):
     NAME = "throughput"
-    KEPT: ClassVar[tuple[str, ...]] = ("series", "recent", "seen", "usual", "slow", "lost", "since", "told", "ended")
+    KEPT: ClassVar[tuple[str, ...]] = ("series", "recent", "took", "seen", "usual", "slow", "lost", "since", "told", "ended")
     CAUSAL = False
 
     def __init__(self, config: ThroughputConfig) -> None:
@@ -36,6 +36,7 @@ class Throughput(Monitor):
 
     def _start(self) -> None:
         self.recent: list[float] = []  # logarithms of seconds per unit of work
+        self.took: list[float] = []
         self.seen = 0
         self.usual = 0.0
         self.slow = 0  # slow steps in a row
@@ -57,6 +58,7 @@ class Throughput(Monitor):
         pace = math.log(rate) if name == _SECONDS else -math.log(rate)
         self.seen += 1
         self.recent = [*self.recent, pace][-_RECENT:]
+        self.took = [*self.took, seconds][-_RECENT:]
         if self.seen < 2 * _FIRST:
             if self.seen >= _FIRST:
                 self.usual += (pace - self.usual) / (self.seen - _FIRST + 1)
@@ -69,7 +71,7 @@ class Throughput(Monitor):
                 self.told, self.ended = False, look.step
             return None
         self.since = look.step if self.slow == 0 else self.since
-        self.slow, self.lost = self.slow + 1, self.lost + seconds
+        self.slow, self.lost = self.slow + 1, self.lost + min(seconds, 3 * median(self.took))  # a checkpoint is not lost time
         if self.slow >= _ACCEPT:
             self.usual, self.slow = now, 0
         if self.told or self.slow < self.config.steps or self.lost < self.config.seconds:
