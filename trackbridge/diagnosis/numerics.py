@@ -45,7 +45,7 @@ def activation_outliers(view: View, case: Case) -> None:
         factor, name = grown[0]
         case.add(
             STRONG if factor > 3 else SOLID,
-            f"{name} had grown {times(factor)} before the onset ({len(grown)} activation statistics grew)",
+            f"{name} had grown {times(factor)} ({len(grown)} activation statistics grew)",
         )
         peaked = [n for _, n in grown if n.endswith("/kurtosis")]
         if peaked:
@@ -83,7 +83,7 @@ def attention_logit_growth(view: View, case: Case) -> None:
         factor, name = grown[0]
         case.add(
             STRONG if grown[0] == view.grown_weights[0] else SOLID,
-            f"{name} had grown {times(factor)} before the onset, more than other layers",
+            f"{name} had grown {times(factor)}, more than other layers",
         )
         if len(grown) > 1:
             case.add(WEAK, f"so had {grown[1][1]}, {times(grown[1][0])}")
@@ -99,11 +99,11 @@ def embedding_instability(view: View, case: Case) -> None:
         factor, name = weights[0]
         case.add(
             STRONG if weights[0] == view.grown_weights[0] else SOLID,
-            f"{name} had grown {times(factor)} before the onset, more than other layers",
+            f"{name} had grown {times(factor)}, more than other layers",
         )
     sites = view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t) if is_embedding(n) or is_head(n)], 1.3)
     if sites and (weights or is_embedding(sites[0][1])):
-        case.add(SOLID, f"{sites[0][1]} had grown {times(sites[0][0])} before the onset")
+        case.add(SOLID, f"{sites[0][1]} had grown {times(sites[0][0])}")
     mover = view.mover
     if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or is_head(mover[0])):
         case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
@@ -142,9 +142,11 @@ def hardware_fault(view: View, case: Case) -> None:
         case.against(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
     if view.batches.new_tokens()[0] > 0.02:
         case.against(STRONG, "many tokens of the batch are new")
+    if view.gradual:
+        case.against(STRONG, "it grew over many steps; a number that changes by itself does so in one")
     grown = view.grown_weights or view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t)], _GROWN)
     if grown:
-        case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])} before")
+        case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])}")
     if view.lr_jumped and view.lr_jump is not None:
         case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}")
     if view.since_resume is not None and view.since_resume <= 1:

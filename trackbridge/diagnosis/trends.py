@@ -66,6 +66,24 @@ def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
     return late / middle / usual
 
 
+def largest_share(steps: IntArray, values: FloatArray, first: int, last: int) -> tuple[float, float] | None:
+    """(total, share) of a positive series' rise from just before `first` to its highest point up to `last`: `total` in log space,
+    `share` the part that came in the largest single step. A jump has a share near 1, growth a small one. None without a rise or
+    with too few values."""
+    ok = np.isfinite(values) & (values > 0)
+    steps, values = steps[ok], values[ok]
+    base, near = logs(values[steps < first][-5:]), logs(values[(steps >= first) & (steps <= last)])
+    if len(base) < 3 or len(near) < 4:
+        return None
+    start = float(np.median(base))
+    top = int(np.argmax(near))
+    total = float(near[top]) - start
+    if total <= 0:
+        return None
+    increments = np.diff(np.concatenate(([start], near[: top + 1])))
+    return total, float(increments.max() / total)
+
+
 def _around(steps: IntArray, values: FloatArray, first: int, last: int) -> float | None:
     found = values[(steps >= first) & (steps <= last)]
     return float(np.median(found)) if len(found) else None

@@ -23,6 +23,7 @@ LATER = 8
 _BACK = 0.25  # of its height: an excursion below that is on its way out
 JUMPED = 8.0
 """Robust sigmas from which an activation has jumped in one step."""
+_RISE, _STEPWISE = 0.4, 0.4  # in log space; the share of one step in a gradual rise
 _ACTIVATIONS = ("rms", "max", "std", "kurtosis")
 _LOOKBACK = 64  # a first mover from further back is another story
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe)([._/]|$)", re.IGNORECASE)
@@ -105,9 +106,27 @@ class View:
         return float(near.max() / np.median(base))
 
     def growth(self, name: str) -> float | None:
-        """How much larger a series was just before the onset than 48 steps earlier, beyond its usual growth."""
+        """How much larger a series was just before the onset than 48 steps earlier, beyond its usual growth; of a gradual anomaly
+        also at the end of the window, for what grows is told while it grows."""
         steps, values = self.series(name)
-        return trends.growth(steps, values + (3.0 if name.endswith("/kurtosis") else 0.0), self.onset)
+        shifted = values + (3.0 if name.endswith("/kurtosis") else 0.0)
+        found = [trends.growth(steps, shifted, self.onset)]
+        if self.gradual and self.rows:
+            found.append(trends.growth(steps, shifted, self.rows[-1].step + 1))
+        return max((factor for factor in found if factor is not None), default=None)
+
+    @cached_property
+    def gradual(self) -> bool:
+        """The anomaly grew over many steps: a drift, or a rise of its first series of which no single step made the most."""
+        if self.lr_jumped or self.anomaly.kind in ("nonfinite", "rule") or not self.rows:
+            return False
+        if self.anomaly.kind == "drift":
+            return True
+        name = self.mover[0] if self.mover else self.anomaly.series
+        steps, values = self.series(name)
+        first = min(self.onset, self.mover[1] if self.mover else self.onset) - 4
+        found = trends.largest_share(steps, values + (3.0 if name.endswith("/kurtosis") else 0.0), first, self.rows[-1].step)
+        return found is not None and found[0] > _RISE and found[1] < _STEPWISE
 
     def grown(self, names: Sequence[str], least: float) -> list[Grown]:
         """(growth, name) of the series that grew at least `least` times, the most grown first."""

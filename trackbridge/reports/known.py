@@ -98,7 +98,7 @@ class Known:
         return float(values[place]), int(steps[place])
 
     def ema(self, series: str, span: int) -> tuple[float, int]:
-        """(value, steps) of the exponential average over about `span` steps before the onset, alpha = 2 / (span + 1), its weights
+        """(value, steps) of the exponential average over about `span` steps before the onset (alpha = 2 / (span + 1)), weights
         adjusted for the start. NaN without a value."""
         values = self.before(series)
         if not len(values):
