@@ -195,12 +195,13 @@ def _histograms(folder: Path, directory: RunDirectory, file: RunFile, window: Wi
 
 def _pages(folder: Path, manifest: SpikeCapsule) -> None:
     """What people read."""
-    from trackbridge.reports import pictures
+    from trackbridge.reports import pictures, tables
     from trackbridge.reports.post_mortem import post_mortem
     from trackbridge.reports.spike import spike_page
 
     placed = manifest.at(folder)
     pictures.write(folder, pictures.around(placed.series(), manifest.anomaly.onset))
+    tables.write(folder, placed)
     (folder / "post-mortem.md").write_text(post_mortem(placed), encoding="utf-8")
     (folder / "report.html").write_text(spike_page(placed), encoding="utf-8")
 

@@ -395,6 +395,7 @@ def test_tags_description_params_and_odd_file_names(server: Server, tmp_path: Pa
     assert data.tags["trackbridge.group"] == "g" and data.tags["trackbridge.tags"] == "a, b"
     note = data.tags["mlflow.note.content"]
     assert note.startswith("mine\n\n<!--") and note.count("spike in train/loss") == 1 and "at step 8" in note
+    assert note.index("at step 8") < note.index("spike in train/loss at step 7"), "the newest first, the other in a line"
     assert [text for tag, text in data.tags.items() if tag.startswith("trackbridge.infinite.")] == [
         "loss[0] is -inf at step 7; SQL stores keep infinities as +-1.797e308"
     ]

@@ -1,14 +1,14 @@
-"""What of an artifact is to be looked at, not only kept: its pictures, its post-mortem, its page.
+"""What of an artifact is to be looked at, not only kept: its pictures, its tables, its post-mortem, its page.
 
-A capsule, or any artifact, may hold ``pictures/*.png``, ``post-mortem.md`` and ``report.html``. Trackers show the first two in
-their own image and text views, under the same names for every capsule, so that a slider goes from one to the next.
+A capsule, or any artifact, may hold ``pictures/*.png``, ``tables/*.json``, ``post-mortem.md`` and ``report.html``. Trackers
+show them in views of their own, pictures under the same names for every capsule, so that a slider goes from one to the next.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PICTURES, POST_MORTEM, PAGE = "pictures", "post-mortem", "report.html"
+PICTURES, TABLES, POST_MORTEM, PAGE = "pictures", "tables", "post-mortem", "report.html"
 _LARGEST = 4 << 20
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -28,6 +28,11 @@ def page(folder: Path) -> Path | None:
     """The HTML page of the artifact at `folder`, None without one."""
     found = folder / PAGE
     return found if _showable(found) else None
+
+
+def tables(folder: Path) -> list[str]:
+    """Relative paths of the tables of the artifact at `folder`: JSON with columns and data."""
+    return [f"{TABLES}/{path.name}" for path in sorted(folder.glob(f"{TABLES}/*.json")) if _showable(path)]
 
 
 def _showable(path: Path) -> bool:

@@ -7,7 +7,8 @@ written with the last points of a batch, says what is held. SQL stores turn infi
 series that had one.
 
 Artifacts go to ``<artifact name>/...``, the manifest last; a tag ``trackbridge.artifact.<name>`` says that all of it is there.
-A later artifact of the same name replaces the files. The run's description ends with the newest anomaly.
+A later artifact of the same name replaces the files. The run's description ends with the newest anomaly, all of them are a
+table, and the experiment has a saved view of its charts (`mlflow_view`).
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class MlflowBackend:
         theirs = Theirs(config.joined, config.parent, config.experiment_id)
         self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs)
         self._held = int(self._run.tags.get(SEQ, "-1"))
+        self._series: set[str] = set()
+        self._charted = 0
         if mlflow_calls.is_http(uri):
             page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"
             self.url = f"{mlflow_calls.public(uri).rstrip('/')}/{page}"
@@ -152,6 +155,7 @@ class MlflowBackend:
         return self._held
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
+        self._lay_out()
         if end is not None:
             refused: dict[int, str] = {}
             self._other(end, time.monotonic() + timeout, refused)
@@ -186,13 +190,22 @@ class MlflowBackend:
                 self._send(some, record.seq - bool(points), refused)  # what is left belongs to this row
         if points:
             self._send(points, points[-1][0], refused)
+        if not self._charted:
+            self._lay_out()
         return sent
+
+    def _lay_out(self) -> None:
+        """The charts, once the first rows tell what there is to draw, and at the end for what came later."""
+        if len(self._series) > self._charted:
+            self._charted = len(self._series)
+            self._run.charts(self._series)
 
     def _metrics(self, row: Row) -> Iterator[Any]:
         from mlflow.entities import Metric
 
         when = milliseconds(row.time)
         own = {names.SEQ: float(row.seq), names.ATTEMPT: float(row.attempt)}
+        self._series.update(row.schema.names)
         for name, value in {**own, **dict(row.items())}.items():
             if math.isinf(value):
                 self._infinite(name, value, row.step)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trackbridge.backends import folders, mlflow_calls, mlflow_names, words
+from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, mlflow_view, words
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
@@ -20,6 +21,10 @@ RUN_ID = "trackbridge.run_id"
 ENDED = "trackbridge.ended_attempt"
 NOTE = "mlflow.note.content"
 NOTE_MARK = "<!-- trackbridge: written by the recorder from here on -->"
+
+ANOMALY = "trackbridge.anomaly."
+ANOMALY_TABLE = "trackbridge/anomalies.json"
+LOGGED = "mlflow.loggedArtifacts"
 
 REQUEST_TAGS = 100
 PARAM_LENGTH = 6000
@@ -60,6 +65,9 @@ class MlflowRun:
         self._params: dict[str, str] = dict(found.data.params)
         self._running = found.info.status in ("RUNNING", "SCHEDULED")
         self._uploaded: set[tuple[int, str]] = set()
+        self._rows: dict[str, list[Any]] | None = None
+        self._newest: Anomaly | None = None
+        self._held: dict[int, str] = {}  # the capsule's artifact by the anomaly's step
         if self._theirs.joined is not None:
             self.tag({RUN_ID: info.run_id})  # so that `pull` finds it by our id
 
@@ -155,14 +163,73 @@ class MlflowRun:
         self._running = False
 
     def anomaly(self, anomaly: Anomaly) -> None:
-        """A tag a person can search for, and the newest anomaly in the run's description, below what people wrote there."""
-        tag = mlflow_names.key(f"trackbridge.anomaly.{anomaly.id}")
-        if tag in self.tags or sum(name.startswith("trackbridge.anomaly.") for name in self.tags) < ANOMALY_TAGS:
+        """Tags a person can search for, a row in the table of anomalies, and the newest anomaly in the run's description."""
+        tag = mlflow_names.key(f"{ANOMALY}{anomaly.id}")
+        if tag in self.tags or sum(name.startswith(ANOMALY) for name in self.tags) < ANOMALY_TAGS:
             self.tag({tag: words.anomaly_line(anomaly)})
+        count = sum(name.startswith(ANOMALY) for name in self.tags)
+        self.tag({"trackbridge.anomalies": str(count), "trackbridge.anomaly_kind": anomaly.kind})
+        rows = self._anomaly_rows()
+        rows[anomaly.id] = words.anomaly_row(anomaly)
+        self._table(ANOMALY_TABLE, words.ANOMALY_COLUMNS, sorted(rows.values(), key=lambda row: (row[1], row[0])))
+        self._describe(anomaly)
+
+    def _anomaly_rows(self) -> dict[str, list[Any]]:
+        """The rows of the table of anomalies by their id, as an earlier life of ours left them."""
+        if self._rows is None:
+            self._rows = {}
+            if ANOMALY_TABLE in self.tags.get(LOGGED, ""):
+                with self.calling(), tempfile.TemporaryDirectory() as temporary:
+                    text = Path(self.client.download_artifacts(self.id, ANOMALY_TABLE, temporary)).read_text(encoding="utf-8")
+                self._rows = {str(row[0]): row for row in json.loads(text)["data"]}
+        return self._rows
+
+    def _describe(self, newest: Anomaly) -> None:
+        """The run's description: below what people wrote there, the newest anomaly and where to look."""
+        self._newest = newest
+        held = self._held.get(newest.step)
+        commands = [f"trackbridge pull mlflow:{self.info.run_id}@{newest.step}"] if held else []
+        parts = [words.anomaly_markdown(newest, commands), self._links(held)]
+        own = mlflow_names.key(f"{ANOMALY}{newest.id}")
+        others = [line for tag, line in self.tags.items() if tag.startswith(ANOMALY) and tag != own]
+        parts += ["Other anomalies of this run:\n\n" + "\n".join(f"- {line}" for line in others[-20:])] if others else []
         with self.calling():
             note = self.client.get_run(self.id).data.tags.get(NOTE, "")
         theirs = note.partition(NOTE_MARK)[0].rstrip()
-        self.tag({NOTE: f"{theirs}\n\n{NOTE_MARK}\n\n{words.anomaly_markdown(anomaly)}".lstrip()})
+        said = f"{theirs}\n\n{NOTE_MARK}\n\n".lstrip()
+        self.tag({NOTE: said + "\n\n".join(parts)[: TAG_LENGTH - len(said)]})
+
+    def _links(self, held: str | None) -> str:
+        run = f"#/experiments/{self.experiment}/runs/{self.id}/artifacts"
+        places = {"Charts": mlflow_view.link(self.experiment), "anomalies": f"{run}/{ANOMALY_TABLE}"}
+        if held is not None:
+            places |= {"the page of this anomaly": f"{run}/{held}/{exhibits.PAGE}", "its capsule": f"{run}/{held}"}
+        return " · ".join(f"[{name}]({place})" for name, place in places.items())
+
+    def charts(self, series: Collection[str]) -> None:
+        """Lay out the experiment's charts for runs with `series`; what MLflow does not take is no reason to stop."""
+        try:
+            with calling(self.uri):
+                held = self.client.get_experiment(self.experiment).tags.get(mlflow_view.TAG)
+                value = mlflow_view.build(series, held, milliseconds(time.time()), mlflow_names.key)
+                if value is not None:
+                    self.client.set_experiment_tag(self.experiment, mlflow_view.TAG, value)
+        except Refused:
+            pass
+
+    def _table(self, path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table as MLflow's own ``log_table`` stores it, replaced as a whole: that appends, and would show each row twice."""
+        with self.calling():
+            self.client.log_text(self.id, dumps({"columns": list(columns), "data": [list(row) for row in rows]}), path)
+        self._declare([path])
+
+    def _declare(self, paths: Sequence[str]) -> None:
+        """Tell MLflow's page which files are tables."""
+        known = json.loads(self.tags.get(LOGGED, "[]"))
+        fresh = [entry for path in paths if (entry := {"path": path, "type": "table"}) not in known]
+        text = json.dumps([*known, *fresh])
+        if fresh and len(text) <= TAG_LENGTH:
+            self.tag({LOGGED: text})
 
     def params(self, record: Params) -> None:
         """Parameters are immutable in MLflow: a changed value is ``name:attempt-N``. All of it is also a JSON artifact."""
@@ -205,6 +272,12 @@ class MlflowRun:
         facts = {"seq": record.seq, "step": record.step, "kind": record.kind, **({"renamed": renamed} if renamed else {})}
         tag = mlflow_names.key(f"trackbridge.artifact.{record.name}")
         self.tag({tag: dumps({**facts, "metadata": record.metadata})})
+        folder = Path(self.info.directory) / record.path
+        self._declare([f"{record.name}/{path}" for path in exhibits.tables(folder)])
+        if exhibits.page(folder) is not None:
+            self._held[record.step] = record.name
+            if self._newest is not None and self._newest.step == record.step:
+                self._describe(self._newest)
 
     def _upload(self, path: Path, target: str) -> None:
         folder, _, name = target.rpartition("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trackbridge.answers import answers, how_to_test, shown
+from trackbridge.answers import answers, how_to_test, moved_first, peak, shown
 from trackbridge.records import Anomaly
 from trackbridge.rundir import dumps
 
@@ -37,6 +37,20 @@ def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
         lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
         lines += [f"   - to test it: {how_to_test(hypothesis.intervention)}"] if hypothesis.intervention else []
     return "\n".join(lines)
+
+
+ANOMALY_COLUMNS = (
+    "id", "step", "onset", "kind", "series", "value", "expected", "sigma", "peak", "moved first", "over after", "hypothesis",
+)  # fmt: skip
+
+
+def anomaly_row(anomaly: Anomaly) -> list[Any]:
+    """A row of a table of anomalies, under `ANOMALY_COLUMNS`."""
+    lead = anomaly.hypotheses[0].name if anomaly.hypotheses else ""
+    return [
+        anomaly.id, anomaly.step, anomaly.onset, anomaly.kind, anomaly.series, anomaly.value, anomaly.expected, anomaly.score,
+        peak(anomaly).removeprefix("peak "), moved_first(anomaly), anomaly.recovered_after, lead,
+    ]  # fmt: skip
 
 
 def storable(name: str) -> str:
