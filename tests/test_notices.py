@@ -91,7 +91,7 @@ def test_what_another_rank_finds_the_leader_decides(tmp_path: Path) -> None:
     leader, others, pins, _ = ranks(tmp_path)
     own = an_anomaly(id="x", step=40, onset=39, value=float("nan"))
     assert others[1].consider(own) == own and others[1].consider(an_anomaly(kind="drift")).capsule is None
-    (found,) = leader._reports(leader._notices, now=True)[0]  # type: ignore[arg-type]
+    (found,) = leader._reports(leader._notices, now=True)  # type: ignore[arg-type]
     assert found.id == "x-rank-2" and found.ranks == (2,) and "detected on rank 2" in found.notes
     assert found.value != found.value and found.cascade == own.cascade
     assert leader.seen_here(found) is None
@@ -114,7 +114,9 @@ def test_a_receipt_is_released_when_the_capsule_is_on_this_disk(tmp_path: Path) 
 
 def test_parting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader hears reports until all have said that they are done, and they keep listening until it says so."""
-    leader, others, pins, _ = ranks(tmp_path, 2)
+    leader, others, pins, _ = ranks(tmp_path, 3)
+    others[1]._notices.tell({"rank": 2, "drained": True})
+    assert leader._reports(leader._notices, now=True) == [], "one may be done while the leader still trains"  # type: ignore[arg-type]
     others[0].consider(an_anomaly(id="late", step=50, onset=50))
     others[0]._notices.tell({"rank": 1, "drained": True})
     (late,) = leader.part(5.0)

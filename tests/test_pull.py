@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.capsules import adopt, an_anomaly, edit, make
-from trackbridge.errors import CapsuleError, ReferenceNotFoundError, UsageError
+from trackbridge import fetch
+from trackbridge.backends import folders
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.fetch import Reference, pull
 from trackbridge.rundir import Attempt, RunDirectory, RunFile
 
@@ -130,3 +132,56 @@ def test_a_hostile_one_does_not_arrive(tmp_path: Path) -> None:
 def test_a_limit_on_what_comes(tmp_path: Path) -> None:
     with pytest.raises(CapsuleError, match="more than the limit of 100"):
         pull(tensorboard(tmp_path, make(tmp_path / "made")), tmp_path / "here", max_bytes=100)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> list[str]:
+    """The copying of files out of a logdir fails after so many; returns the names of those that were copied."""
+    copied: list[str] = []
+    real = folders._copy_checked
+
+    def copy(path: Path, target: Path) -> None:
+        if len(copied) == after:
+            raise error
+        real(path, target)
+        copied.append(path.name)
+
+    monkeypatch.setattr(folders, "_copy_checked", copy)
+    return copied
+
+
+@pytest.mark.parametrize("error", [TrackbridgeError("the tracker is down"), KeyboardInterrupt(), OSError(28, "No space")])
+def test_an_interrupted_pull_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    reference = tensorboard(tmp_path, make(tmp_path / "made"))
+    with monkeypatch.context() as patch:
+        first = interrupted(patch, 4, error)
+        with pytest.raises(type(error), match="pull again to go on" if isinstance(error, TrackbridgeError) else None):
+            pull(reference, tmp_path / "here")
+    (kept,) = (tmp_path / "here").iterdir()
+    assert kept.name.startswith(".pull-") and len(first) == 4
+    with monkeypatch.context() as patch:
+        second = interrupted(patch, 100, error)
+        assert pull(reference, tmp_path / "here").verify()
+    assert sorted(first[1:] + second[1:]) == sorted(set(first[1:] + second[1:])), "only the manifest came twice"
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["spike-r-13"]
+
+
+def test_what_was_kept_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a file, another version of one, and a file that no longer belongs there: fetched again, or gone."""
+    reference = tensorboard(tmp_path, make(tmp_path / "made"))
+    with monkeypatch.context() as patch:
+        interrupted(patch, 5, TrackbridgeError("down"))
+        with pytest.raises(TrackbridgeError):
+            pull(reference, tmp_path / "here")
+    (part,) = (tmp_path / "here").glob(".pull-*/.spike-r-13.part")
+    files = [path for path in part.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    files[1].write_bytes(b"x" * files[1].stat().st_size)
+    (part / "older.json").write_text("{}")
+    assert pull(reference, tmp_path / "here").verify()
+
+
+def test_two_pulls_at_once_do_not_share_a_quarantine(tmp_path: Path) -> None:
+    reference = tensorboard(tmp_path, make(tmp_path / "made"))
+    with fetch._locked(tmp_path / ".pull-x") as one, fetch._locked(tmp_path / ".pull-x") as two:
+        assert one != two and two.is_dir()
+    assert pull(reference, tmp_path / "here").verify()

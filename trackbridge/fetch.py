@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from trackbridge import capsule as capsules
 from trackbridge import plugins, untrusted
-from trackbridge.backends import held
+from trackbridge.backends import folders, held
 from trackbridge.capsule import SpikeCapsule
-from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
 
 LOCAL = "local"
 FORMS = (
@@ -51,6 +54,7 @@ def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = un
 
     A capsule on this disk is opened where it is, unless `dest` is given. One in a tracker is downloaded into the folder `dest`
     (default ``./capsules``) and appears there, under its own name, only when it has been verified; an older copy is replaced.
+    An interrupted download goes on where it was when the same reference is pulled into the same folder again.
 
     Raises:
         UsageError: `ref` is of no known form.
@@ -68,24 +72,68 @@ def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = un
     if fetch is None:
         raise UsageError(f"capsules cannot be pulled from {reference.kind}; the forms are: {FORMS}")
     return _arrive(
-        Path("capsules" if dest is None else dest), lambda new: fetch(reference.where, reference.step, new), max_bytes
+        Path("capsules" if dest is None else dest),
+        f"{reference.kind}:{reference.where}@{reference.step}",
+        lambda new: fetch(reference.where, reference.step, new, max_bytes=max_bytes),
+        max_bytes,
     )
 
 
-def _arrive(folder: Path, bring: Callable[[Path], Path], max_bytes: int) -> SpikeCapsule:
-    """Have `bring` put a capsule into a quarantine inside `folder`; move it into `folder` if it passes all checks."""
+def _arrive(folder: Path, what: str, bring: Callable[[Path], Path], max_bytes: int) -> SpikeCapsule:
+    """Have `bring` put a capsule into a quarantine inside `folder`; move it into `folder` if it passes all checks.
+
+    The quarantine is named after `what` is pulled, and stays when the tracker fails or we are interrupted, so that the next
+    pull goes on from there. Of a capsule that is refused nothing stays.
+    """
     folder = folder.absolute()
     new = not folder.exists()
-    quarantine = folder / f".pull-{uuid.uuid4().hex}"
-    quarantine.mkdir(parents=True)
+    quarantine = folder / f".pull-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        arrived = bring(quarantine)
-        capsules.load(arrived, max_bytes=max_bytes)
-        return capsules.load(held.place(arrived, folder / arrived.name), max_bytes=max_bytes)
+        with _locked(quarantine) as own:
+            try:
+                arrived = bring(own)
+                capsules.load(arrived, max_bytes=max_bytes)
+                return capsules.load(held.place(arrived, folder / arrived.name), max_bytes=max_bytes)
+            except BaseException as error:
+                if not isinstance(error, (CapsuleError, ReferenceNotFoundError, UsageError)) and any(own.rglob("*.*")):
+                    own = Path()  # keep it
+                    if isinstance(error, TrackbridgeError):
+                        said = f"{error}; what has arrived is kept in {folder}: pull again to go on"
+                        raise type(error)(said) from error
+                raise
+            finally:
+                if own != Path():
+                    shutil.rmtree(own, ignore_errors=True)
     finally:
-        shutil.rmtree(quarantine, ignore_errors=True)
         if new and not any(folder.iterdir()):
             folder.rmdir()  # nothing came
+
+
+@contextmanager
+def _locked(quarantine: Path) -> Iterator[Path]:
+    """The folder `quarantine`, this process' alone; a fresh one while another pulls the same."""
+    quarantine.mkdir(exist_ok=True)
+    lock = os.open(quarantine, os.O_RDONLY)
+    try:
+        if not _lock(lock):
+            quarantine = quarantine.with_name(f"{quarantine.name}-{uuid.uuid4().hex}")
+            quarantine.mkdir()
+        yield quarantine
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: int) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # pragma: no cover - no locks on this system: two pulls of one capsule at a time are on their own
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:
@@ -97,10 +145,14 @@ def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:
 
     def bring(quarantine: Path) -> Path:
         if capsule.joined:
-            shutil.copytree(beside, dest / beside.name, symlinks=True, dirs_exist_ok=True)
-        return Path(shutil.copytree(found, quarantine / found.name, symlinks=True))
+            local = held.bring(folders.plain(beside), quarantine / beside.name, str(beside), max_bytes=max_bytes)
+            target = dest.absolute() / beside.name
+            if target.exists():
+                target.rename(quarantine / f"{beside.name}.old")
+            local.rename(target)
+        return held.bring(folders.plain(found), quarantine / found.name, str(found), max_bytes=max_bytes)
 
-    return _arrive(dest, bring, max_bytes)
+    return _arrive(dest, f"local:{found.absolute()}", bring, max_bytes)
 
 
 def _local(path: Path, step: int | None) -> Path:
@@ -121,10 +173,10 @@ def _local(path: Path, step: int | None) -> Path:
     return Path(held.choose(there, step, str(path)).where)
 
 
-def _fetcher(kind: str) -> Callable[[str, int | None, Path], Path] | None:
-    """The backend module's ``fetch_capsule(where, step, folder) -> path in folder``, if it has one."""
+def _fetcher(kind: str) -> Callable[..., Path] | None:
+    """The backend module's ``fetch_capsule(where, step, folder, max_bytes=) -> path in folder``, if it has one."""
     module = import_module(plugins.available(plugins.BACKENDS)[kind].module)
-    fetch: Callable[[str, int | None, Path], Path] | None = getattr(module, "fetch_capsule", None)
+    fetch: Callable[..., Path] | None = getattr(module, "fetch_capsule", None)
     return fetch
 
 

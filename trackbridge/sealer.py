@@ -113,6 +113,7 @@ class Sealer:
         self._waiting: deque[_Capsule] = deque()
         self._child: subprocess.Popen[str] | None = None
         self._giving_up = False
+        self._parted = 0  # ranks that have nothing more to report
 
     def consider(self, anomaly: Anomaly) -> Anomaly:
         """A neighbour of an open capsule shares it. With the budget full the least severe capsule gives way, or the anomaly
@@ -155,24 +156,19 @@ class Sealer:
                 self._ask(capsule)
 
     def heard(self) -> list[Anomaly]:
-        return [] if self._notices is None else self._reports(self._notices, now=False)[0]
+        return [] if self._notices is None else self._reports(self._notices, now=False)
 
     def part(self, seconds: float) -> list[Anomaly]:
         """What the other ranks detected in their last steps; then they are told that nothing more will be asked of them."""
         if self._notices is None:
             return []
         deadline = time.monotonic() + min(seconds, PARTING_SECONDS)
-        found: list[Anomaly] = []
-        parted = 0
-        while parted < self._notices.others:
-            more, drained = self._reports(self._notices, now=True)
-            found += more
-            parted += drained
-            if time.monotonic() >= deadline:
-                logger.warning("trackbridge: %d other ranks have not finished", self._notices.others - parted)
-                break
-            if parted < self._notices.others:
-                time.sleep(_LOOK)
+        found = self._reports(self._notices, now=True)
+        while self._parted < self._notices.others and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+            found += self._reports(self._notices, now=True)
+        if self._parted < self._notices.others:
+            logger.warning("trackbridge: %d other ranks have not finished", self._notices.others - self._parted)
         return found
 
     def finish(self, timeout: float) -> bool:
@@ -206,14 +202,14 @@ class Sealer:
             path = f"{plain}-{again}"
         return path
 
-    def _reports(self, notices: Notices, *, now: bool) -> tuple[list[Anomaly], int]:
-        """(what other ranks detected, how many of them have nothing more to report)."""
-        found, drained = [], 0
+    def _reports(self, notices: Notices, *, now: bool) -> list[Anomaly]:
+        """What other ranks detected; those that have nothing more to report are counted."""
+        found = []
         for message in notices.heard(now=now):
             if "anomaly" in message:
                 found.append(_foreign(message["anomaly"], int(message["rank"])))
-            drained += "drained" in message
-        return found, drained
+            self._parted += "drained" in message
+        return found
 
     def _ask(self, capsule: _Capsule) -> None:
         capsule.asked = True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trackbridge.backends import folders
+from trackbridge.backends import folders, held
 
 
 def fill(folder: Path, content: dict[str, bytes]) -> Path:
@@ -58,5 +58,5 @@ def test_links_are_not_followed_out_of_a_folder_that_is_pulled(tmp_path: Path) -
     (tmp_path / "secret").write_text("s")
     source = fill(tmp_path / "one", CONTENT)
     (source / "link.md").symlink_to(tmp_path / "secret")
-    folders.copy(source, tmp_path / "copy")
+    held.bring(folders.plain(source), tmp_path / "copy", "x")
     assert read(tmp_path / "copy") == CONTENT

@@ -7,7 +7,10 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+
+from trackbridge.backends.held import RemoteFile
 
 MANIFEST = "manifest.json"
 _PIECE = 1024 * 1024
@@ -59,11 +62,13 @@ def _holds(target: Path, wanted: dict[str, Path]) -> bool:
     return there.keys() == wanted.keys() and all(_same(path, there[name]) for name, path in wanted.items())
 
 
-def copy(source: Path, target: Path) -> None:
-    """A plain copy of the regular files of `source`; links are left out."""
-    for name, path in files(source):
-        if not path.is_symlink():
-            _copy_checked(path, target / name)
+def plain(source: Path) -> list[RemoteFile]:
+    """The regular files of a folder, to be brought elsewhere; links are left out."""
+    return [
+        RemoteFile(name, path.stat().st_size, partial(_copy_checked, path))
+        for name, path in files(source)
+        if not path.is_symlink()
+    ]
 
 
 def digest(path: Path) -> str:

@@ -1,15 +1,20 @@
-"""Which capsules a tracker holds, and which of them a reference means."""
+"""Which capsules a tracker holds, which of them a reference means, and how one of them gets here.
+
+A capsule is brought file by file, each checked against the digest in its manifest. What an interrupted try has brought is not
+fetched again. Names and sizes are looked at before a byte is.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge import untrusted
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError, UsageError
 
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST = 16 * 1024 * 1024
@@ -72,7 +77,68 @@ def place(source: Path, destination: Path) -> Path:
     return destination
 
 
-def staging(destination: Path) -> Path:
-    """A fresh folder name beside `destination`, so that `place` is one rename."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    return destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a capsule in a tracker: its path in the capsule, its size as the tracker tells it (None: it does not), and how
+    to write it to a path here."""
+
+    name: str
+    bytes: int | None
+    get: Callable[[Path], object]
+
+
+def bring(files: Sequence[RemoteFile], destination: Path, what: str, *, max_bytes: int = untrusted.TOTAL_BYTES) -> Path:
+    """Fetch `files` into the folder `destination`, which appears when all are there. Until then they are in the folder
+    ``.<name>.part`` beside it, from where the next call goes on.
+
+    Raises `CapsuleError` for a path that leaves the folder or a file of no known kind, for more than `max_bytes` in all, and
+    for a file that is not what the manifest says; `what` names the capsule.
+    """
+    wanted = sorted(
+        (file for file in files if not any(part.startswith(".") for part in file.name.split("/"))),
+        key=lambda file: file.name != MANIFEST,
+    )
+    for file in wanted:
+        untrusted.check_path(file.name)
+    if len(wanted) > untrusted.FILES or sum(file.bytes or 0 for file in wanted) > max_bytes:
+        raise CapsuleError(
+            f"{what} claims more than the limit of {max_bytes} bytes or {untrusted.FILES} files; max_bytes= raises it"
+        )
+    part = destination.with_name(f".{destination.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    listed: dict[str, tuple[str, int]] = {}
+    total = 0
+    for file in wanted:
+        target = part / file.name
+        if file.name == MANIFEST or not _is(target, listed.get(file.name)):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            coming = target.with_name(f".{target.name}.coming")
+            coming.unlink(missing_ok=True)
+            file.get(coming)
+            coming.replace(target)
+        total += untrusted.regular_file(target)
+        if total > max_bytes:
+            raise CapsuleError(f"{what} has more than the limit of {max_bytes} bytes; max_bytes= raises it")
+        if file.name == MANIFEST:
+            listed = _listed(target)
+        elif file.name in listed and not _is(target, listed[file.name]):
+            target.unlink()
+            raise CapsuleError(f"{file.name} of {what} does not match its digest: damaged or altered")
+    names = {file.name for file in wanted}
+    for path in [path for path in part.rglob("*") if path.is_file() and path.relative_to(part).as_posix() not in names]:
+        path.unlink()  # of an older version of the capsule
+    return place(part, destination)
+
+
+def _listed(manifest: Path) -> dict[str, tuple[str, int]]:
+    """{path: (SHA-256, bytes)} as the manifest says; empty when it says nothing that can be read: `load` will tell."""
+    try:
+        files = untrusted.read_json(manifest)["files"]
+        return {str(name): (str(entry["sha256"]), int(entry["bytes"])) for name, entry in files.items()}
+    except (CapsuleError, KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def _is(path: Path, entry: tuple[str, int] | None) -> bool:
+    """Whether the file at `path` is the one that the manifest lists."""
+    return entry is not None and path.is_file() and path.stat().st_size == entry[1] and untrusted.digest(path) == entry[0]

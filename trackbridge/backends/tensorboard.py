@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from trackbridge import plugins
+from trackbridge import plugins, untrusted
 from trackbridge.backends import exhibits, folders, held, words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.eventfile import EventFile
@@ -238,8 +238,9 @@ def _our_files(folder: Path) -> list[tuple[int, int, Path]]:
     return sorted((int(match[1]), int(match[2]), path) for match, path in found)
 
 
-def fetch_capsule(logdir: str, step: int | None, dest: Path) -> Path:
-    """Copy the capsule of `step` (None: the newest) found under `logdir` into the folder `dest`; returns the copy.
+def fetch_capsule(logdir: str, step: int | None, dest: Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> Path:
+    """Copy the capsule of `step` (None: the newest) found under `logdir` into the folder `dest`; returns the copy. What an
+    interrupted try has copied is not copied again.
 
     `logdir` is a run's folder, a logdir with runs in it, a run directory, or a folder of run directories.
     """
@@ -248,10 +249,7 @@ def fetch_capsule(logdir: str, step: int | None, dest: Path) -> Path:
         raise ReferenceNotFoundError(f"there is no folder {root}")
     found = held.choose(list(_held(root)), step, str(root))
     source = Path(found.where)
-    target = dest / source.name
-    copy = held.staging(target)
-    folders.copy(source, copy)
-    return held.place(copy, target)
+    return held.bring(folders.plain(source), dest / source.name, str(source), max_bytes=max_bytes)
 
 
 def _held(root: Path) -> Iterator[held.HeldCapsule]:

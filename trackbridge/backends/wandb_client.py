@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
-from trackbridge.backends import exhibits, folders, wandb_views
+from trackbridge.backends import exhibits, folders, wandb_history, wandb_views
 from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
 from trackbridge.backends.wandb_fetch import KIND
 from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
@@ -201,10 +201,16 @@ class Client:
         with self._lock:
             return replace(seen, artifacts={**seen.artifacts, **self._artifacts}, ended=seen.ended or self._ended)
 
-    def download(self, where: str, step: int | None, dest: str) -> str:
+    def download(self, where: str, step: int | None, dest: str, max_bytes: int) -> str:
         from trackbridge.backends.wandb_fetch import download
 
-        return download(where, step, dest)
+        return download(where, step, dest, max_bytes)
+
+    def history_columns(self, where: str) -> list[str]:
+        return wandb_history.columns(where)
+
+    def history_rows(self, where: str, keys: list[str]) -> list[dict[str, Any]]:
+        return wandb_history.rows(where, keys)
 
     def survey(self, entity: str, project: str, run: str) -> Survey:
         return wandb_views.survey(entity, project, run)

@@ -11,11 +11,13 @@ import hashlib
 import shutil
 import tempfile
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trackbridge import untrusted
 from trackbridge.backends import held, wandb_file
-from trackbridge.backends.held import HeldCapsule
+from trackbridge.backends.held import HeldCapsule, RemoteFile
 from trackbridge.backends.wandb_file import FileEntry, RecordedArtifact
 from trackbridge.backends.wandb_process import ClientError, Process
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
@@ -23,26 +25,26 @@ from trackbridge.errors import CapsuleError, ReferenceNotFoundError, Trackbridge
 KIND = "spike-capsule"
 """The type of artifacts that are capsules (`trackbridge.seal` gives it)."""
 FORMS = "wandb:ENTITY/PROJECT/RUN_ID[@STEP], wandb:ENTITY/PROJECT/ARTIFACT:ALIAS, or the folder of an offline run"
-LARGEST = 16 * 1024**3
 _SECONDS = 3600.0
 
 
-def fetch_capsule(where: str, step: int | None, dest: Path) -> Path:
-    """Put the capsule that `where` means into the folder `dest`; returns its path. `step` None: the newest.
+def fetch_capsule(where: str, step: int | None, dest: Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> Path:
+    """Put the capsule that `where` means into the folder `dest`; returns its path. `step` None: the newest. What an
+    interrupted try has brought there is not fetched again.
 
     Raises `UsageError` when `where` is of no known form, `ReferenceNotFoundError` when nothing is there, `TrackbridgeError`
     when the server does not let us in.
     """
     folder = Path(where).expanduser()
     if folder.exists():
-        return _from_disk(folder, step, dest)
+        return _from_disk(folder, step, dest, max_bytes)
     if len(where.split("/")) != 3 or not all(where.split("/")):
         raise UsageError(f"{where!r} is no W&B reference; the forms are: {FORMS}")
     known = {error.__name__: error for error in (ReferenceNotFoundError, UsageError, CapsuleError)}
     with tempfile.TemporaryDirectory(prefix="trackbridge-wandb-") as scratch:
         process = Process(Path(scratch))
         try:
-            return Path(process.call("download", where, step, str(dest), timeout=_SECONDS))
+            return Path(process.call("download", where, step, str(dest), max_bytes, timeout=_SECONDS))
         except ClientError as error:
             raise known.get(error.kind, TrackbridgeError)(f"W&B: {str(error).splitlines()[0]}") from None
         except TimeoutError as error:
@@ -51,34 +53,35 @@ def fetch_capsule(where: str, step: int | None, dest: Path) -> Path:
             process.kill()
 
 
-def download(where: str, step: int | None, dest: str) -> str:
+def download(where: str, step: int | None, dest: str, max_bytes: int) -> str:
     """The part of `fetch_capsule` that talks to a server; runs in the client's process."""
     import wandb
 
     api = wandb.Api(timeout=30)
     if ":" in where.rsplit("/", 1)[1]:
-        artifact = _asked(lambda: api.artifact(where), f"artifact {where}")
+        artifact = asked(lambda: api.artifact(where), f"artifact {where}")
         if step is not None and artifact.metadata.get("step") != step:
             raise ReferenceNotFoundError(f"{where} is the capsule of step {artifact.metadata.get('step')}, not {step}")
     else:
-        run = _asked(lambda: api.run(where), f"run {where}")
+        run = asked(lambda: api.run(where), f"run {where}")
         artifacts = [artifact for artifact in run.logged_artifacts() if artifact.type == KIND]
         capsules = [_held(where, str(index), artifact) for index, artifact in enumerate(artifacts)]
         artifact = artifacts[int(held.choose(capsules, step, f"W&B run {where}").where)]
-    entries = artifact.manifest.entries
-    for name, entry in entries.items():
-        _check(name)
+    files = []
+    for name, entry in artifact.manifest.entries.items():
         if entry.ref is not None:
             raise CapsuleError(f"{name[:120]!r} of {where} is a reference to somewhere else; a capsule holds its files itself")
-    if sum(entry.size or 0 for entry in entries.values()) > LARGEST:
-        raise CapsuleError(f"{where} claims more than {LARGEST // 1024**3} GiB")
-    target = Path(dest) / artifact.name.partition(":")[0]
-    part = held.staging(target)
-    artifact.download(root=str(part), skip_cache=True)
-    return str(held.place(part, target))
+        files.append(RemoteFile(name, entry.size, partial(_download, entry)))
+    return str(held.bring(files, Path(dest) / artifact.name.partition(":")[0], where, max_bytes=max_bytes))
 
 
-def _asked(question: Any, what: str) -> Any:
+def _download(entry: Any, target: Path) -> None:
+    """Through a folder of its own: the client writes where the entry's path says, which `held.bring` has checked."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wandb-") as folder:
+        Path(entry.download(root=folder, skip_cache=True)).replace(target)
+
+
+def asked(question: Any, what: str) -> Any:
     """W&B's client raises the same class for "not there" and "no connection"; only the words differ."""
     try:
         return question()
@@ -94,13 +97,7 @@ def _held(run: str, where: str, artifact: Any) -> HeldCapsule:
     return HeldCapsule(int(artifact.metadata.get("step", -1)), created, run, where)
 
 
-def _check(name: str) -> None:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or not path.parts:
-        raise CapsuleError(f"unsafe path in the artifact: {name[:120]!r}")
-
-
-def _from_disk(folder: Path, step: int | None, dest: Path) -> Path:
+def _from_disk(folder: Path, step: int | None, dest: Path, max_bytes: int) -> Path:
     recorded = wandb_file.load(folder)
     artifacts = {artifact.name: artifact for artifact in recorded.artifacts if artifact.kind == KIND}
     capsules = [
@@ -108,13 +105,12 @@ def _from_disk(folder: Path, step: int | None, dest: Path) -> Path:
         for order, (name, artifact) in enumerate(artifacts.items())
     ]
     artifact = artifacts[held.choose(capsules, step, str(folder)).where]
-    target = dest / PurePosixPath(artifact.name).name
-    part = held.staging(target)
+    files = []
     for name, entry in artifact.files.items():
-        _check(name)
-        (part / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_find(folder, artifact, name, entry), part / name)
-    return held.place(part, target)
+        untrusted.check_path(name)
+        source = _find(folder, artifact, name, entry)
+        files.append(RemoteFile(name, source.stat().st_size, partial(shutil.copyfile, source)))
+    return held.bring(files, dest / PurePosixPath(artifact.name).name, str(folder), max_bytes=max_bytes)
 
 
 def _find(folder: Path, artifact: RecordedArtifact, name: str, entry: FileEntry) -> Path:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from trackbridge import errors
 from trackbridge.errors import CapsuleError, TrackbridgeError, UsageError
 from trackbridge.lab import ReplayReport, Verdict
+from trackbridge.names import ACT
 from trackbridge.ranks import Ranks, store
 from trackbridge.replay.feed import Incomplete
 
@@ -69,10 +70,13 @@ class World:
         return worst.model_copy(update={"verdicts": tuple(each.verdict for each in reports)})
 
 
-def _left_at(report: ReplayReport) -> tuple[int, float]:
-    """The earliest divergence first, and of one step's the largest: a fault of one rank spreads to the others' gradients."""
+def _left_at(report: ReplayReport) -> tuple[int, int, float]:
+    """The earliest divergence first, in a step that of an activation, then the largest: a fault of one rank spreads to the
+    others' gradients."""
     first = report.first_divergence
-    return (report.last_step + 1, 0.0) if first is None else (first.step, -first.change)
+    if first is None:
+        return report.last_step + 1, 0, 0.0
+    return first.step, 0 if first.series.startswith(ACT) else 1, -first.change
 
 
 def _error(rank: int, kind: str, *words: str) -> Exception:
