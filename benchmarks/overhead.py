@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -45,6 +46,10 @@ EVERYTHING: dict[str, Any] = {
     "parameters": {"gradients_every": 1, "weights_every": 1, "moments_every": 1},
     "activations": {"sites": "blocks+branches"},
 }
+MODES = ("eager", "compiled", "reduce-overhead")
+SHOWN = (
+    "mean_overhead", "cost_ms", "floor_ms", "busy_ms", "busy_overhead", "launches", "memory_bytes", "synchronise_calls",
+)  # fmt: skip
 QUIET: dict[str, Any] = {"recorder": {"enabled": False}, "detection": {"enabled": False}}
 
 
@@ -152,7 +157,7 @@ def wait(tensor: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def make(name: str, device: str, compiled: bool, data: list[Tensor], settings: dict[str, Any] | None, folder: Path) -> Case:
+def make(name: str, device: str, mode: str, data: list[Tensor], settings: dict[str, Any] | None, folder: Path) -> Case:
     torch.manual_seed(0)
     model = twin(GPT2 if device == "cuda" else Demo)().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device == "cuda")
@@ -160,7 +165,7 @@ def make(name: str, device: str, compiled: bool, data: list[Tensor], settings: d
     if settings is not None:
         run = trackbridge.init(dir=folder, strict=True, **settings)
         run.watch(model, optimizer)
-    forward: Any = torch.compile(model) if compiled else model
+    forward: Any = model if mode == "eager" else torch.compile(model, mode=None if mode == "compiled" else mode)
     return Case(name, model, forward, optimizer, data, device == "cuda", run)
 
 
@@ -235,20 +240,30 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     return weights + 2 * weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + sum(outputs)
 
 
-def synchronisations(case: Case) -> list[str]:
-    """CUDA synchronise calls made by this thread in two steps, from a profiler trace."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+def traced(case: Case, steps: int) -> dict[str, Any]:
+    """What a trace of some steps says: milliseconds of each step that the device worked, kernels launched in it, and the
+    synchronise calls that this thread made (not those of the scribe, whose waiting hurts nobody)."""
+    from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(2):
-            with record_function("training thread"):
-                case.step()
-    events = list(trace.events() or [])
-    mine = {event.thread for event in events if event.name == "training thread"}
-    return [event.name for event in events if "ynchronize" in event.name and event.thread in mine]
+    wait(case.data[0])
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            case.step()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        trace.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    last = max(event["ts"] for event in calls if "aunch" in event["name"])  # the profiler's own waiting comes after it
+    mine = [e["name"] for e in calls if "ynchronize" in e["name"] and e["tid"] == threading.get_native_id() and e["ts"] < last]
+    return {
+        "busy_ms": sum(event["dur"] for event in work) / 1e3 / steps,
+        "launches": len(work) / steps,
+        "synchronise_calls": len(mine),
+    }
 
 
-def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
+def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     device = arguments.device
     folder = Path(tempfile.mkdtemp(prefix="overhead-"))
     shape = tuple(arguments.shape)
@@ -266,13 +281,13 @@ def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     for name, settings in configurations.items():
         if arguments.only and name not in ("base", *arguments.only):
             continue
-        cases[name] = make(name, device, compiled, data, settings, folder / name.replace(", ", "-"))
+        cases[name] = make(name, device, mode, data, settings, folder / name.replace(", ", "-"))
     if arguments.peers:
-        cases["naive .item()"] = make("naive", device, compiled, data, None, folder)
+        cases["naive .item()"] = make("naive", device, mode, data, None, folder)
         naive(cases["naive .item()"])
-        cases["wandb.watch, all"] = make("wandb", device, compiled, data, None, folder)
+        cases["wandb.watch, all"] = make("wandb", device, mode, data, None, folder)
         closing.append(wandb_watch(cases["wandb.watch, all"], folder))
-        cases["trainscope, default"] = make("trainscope", device, compiled, data, None, folder)
+        cases["trainscope, default"] = make("trainscope", device, mode, data, None, folder)
         trainscope(cases["trainscope, default"], folder / "trainscope")
     for case in cases.values():
         for _ in range(arguments.warmup):
@@ -298,7 +313,7 @@ def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     read = bandwidth(device)
     result: dict[str, Any] = {
         "device": device_name(device),
-        "compiled": compiled,
+        "mode": mode,
         "read_bytes_per_s": read,
         "torch": torch.__version__,
     }
@@ -323,7 +338,8 @@ def compare(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         result["recompiles_after_warmup"] = counters["stats"]["unique_graphs"] - graphs
         result["graph_breaks"] = sum(counters["graph_break"].values())
         for name, case in cases.items():
-            rows[name]["synchronise_calls"] = len(synchronisations(case))
+            rows[name] |= traced(case, arguments.steps)
+            rows[name]["busy_overhead"] = rows[name]["busy_ms"] / rows["base"]["busy_ms"] - 1
     for case in cases.values():
         if case.run is not None:
             case.run.finish()
@@ -403,19 +419,12 @@ def device_name(device: str) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(
-        f"\n{result['device']}, torch {result.get('torch', torch.__version__)}, "
-        f"{'compiled' if result.get('compiled') else 'eager'}"
-    )
+    print(f"\n{result['device']}, torch {result.get('torch', torch.__version__)}, {result.get('mode', 'eager')}")
     if "read_bytes_per_s" in result:
         print(f"reads {result['read_bytes_per_s'] / 1e9:.0f} GB/s")
     for name, row in result.get("cases", {}).items():
         low, high = row["quartiles"]
-        extra = "".join(
-            f"  {key} {row[key]:.3g}"
-            for key in ("mean_overhead", "cost_ms", "floor_ms", "memory_bytes", "synchronise_calls")
-            if key in row
-        )
+        extra = "".join(f"  {key} {row[key]:.3g}" for key in SHOWN if key in row)
         print(f"  {name:24s} {row['ms']:8.2f} ms  {100 * row['overhead']:+7.2f}%  [{100 * low:+.2f}, {100 * high:+.2f}]{extra}")
     for key in ("recompiles_after_warmup", "graph_breaks"):
         if key in result:
@@ -436,9 +445,7 @@ def apart(mode: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--mode", choices=["eager", "compiled", "both"], default=None, help="default: eager on cpu, both on cuda"
-    )
+    parser.add_argument("--mode", choices=[*MODES, "both"], help="default: eager on cpu, both on cuda (eager and compiled)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, help="steps per round; default: 5 on the CPU, 10 on a GPU")
     parser.add_argument(
@@ -460,7 +467,7 @@ def main() -> None:
     elif mode == "both":
         results = [apart(one) for one in ("eager", "compiled")]
     else:
-        results = [compare(arguments, mode == "compiled")]
+        results = [compare(arguments, mode)]
     for result in results:
         if mode != "both":  # else each process has shown its own
             show(result)

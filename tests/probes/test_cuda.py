@@ -22,7 +22,8 @@ from trackbridge.probes.moments import FIRES, STATISTICS, WIDTH, finish
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from trackbridge.probes import kernels, observe_kernels, reduce
+from trackbridge.probes import histogram_kernels, kernels, observe_kernels, reduce
+from trackbridge.probes.histograms import count_on_cpu
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's
@@ -177,6 +178,17 @@ def test_differences(step: float) -> None:
     assert norm.tolist() == pytest.approx([t.double().norm().item() for t in new], rel=1e-6)
     exact = [(a.double() - b.double()).norm().item() for a, b in zip(new, old, strict=True)]
     assert moved.tolist() == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_counts_by_code(dtype: torch.dtype, scale: float | None) -> None:
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0, 1e-42, -3.0], device=GPU)
+    base = torch.randn(300_000, device=GPU)
+    tensors = [t.to(dtype) for t in (base[:1], base, special, base[:7000].view(70, 100).t(), base[5:40_000], base[:0x8000])]
+    by = None if scale is None else torch.tensor(scale, device=GPU)
+    true = np.stack([count_on_cpu(t.cpu(), None if by is None else by.cpu()) for t in tensors])
+    assert np.array_equal(histogram_kernels.count(tensors, by).cpu().numpy(), true)
 
 
 def plain_and_ours(gradients: list[Tensor], **clip: Any) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor, Lab]:

@@ -1,8 +1,9 @@
 """Histograms of gradients (before the update) and weights (after it), on a cadence and in the step after an anomaly.
 
 Every element is counted by the top ten bits of its float32, which is exact and costs no comparison; `trackbridge.histograms`
-folds these codes into the shared bins on the scribe's thread. On a GPU nothing waits: torch's own `bincount` would look at
-the largest value, so elements are added up in many private copies of the counts, which are then summed.
+folds these codes into the shared bins on the scribe's thread. On CUDA a kernel counts (`histogram_kernels`). Where there is
+none, nothing waits either: torch's own `bincount` would look at the largest value, so elements are added up in many private
+copies of the counts, which are then summed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trackbridge.config import ParametersConfig
 from trackbridge.histograms import CODES, GRAD, WEIGHT
 from trackbridge.probes.base import Gate
 from trackbridge.probes.layout import world_size
+from trackbridge.probes.reduce import kernels_for
 from trackbridge.probes.rows import alike
 from trackbridge.probes.subject import Subject
 from trackbridge.probes.weights import spare_bytes
@@ -111,6 +113,10 @@ class HistogramProbe:
             device = tensors[0].device
             if device.type == "cpu":
                 counts = torch.from_numpy(np.stack([count_on_cpu(tensor, scale) for tensor in tensors]))
+            elif kernels_for(tensors[0]) is not None:
+                from trackbridge.probes import histogram_kernels
+
+                counts = histogram_kernels.count(tensors, scale)
             else:
                 largest = min(sum(tensor.numel() for tensor in tensors), CHUNK)
                 if device.type == "cuda" and largest * _PER_ELEMENT > spare_bytes(device):

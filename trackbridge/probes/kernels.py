@@ -231,6 +231,7 @@ class Table:
         self.firsts = _upload(firsts[:-1], torch.int32, device)
         self.counts = _upload(counts, torch.int32, device)
         self.partials = torch.empty(3 * self.programs, dtype=torch.float64, device=device)
+        self.chunk = CHUNK
         self.differs = False  # the partials are of tensors and of their differences to others
 
 
@@ -239,9 +240,18 @@ def _table(sizes: tuple[int, ...], device: torch.device) -> Table:
     return Table(sizes, device)
 
 
+def table_of(tensors: Sequence[Tensor]) -> Table:
+    return _table(tuple([tensor.numel() for tensor in tensors]), tensors[0].device)
+
+
 @lru_cache(maxsize=64)
 def _pointers(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return _upload(pointers, torch.int64, device)
+
+
+def pointers_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their addresses, on their device."""
+    return _pointers(tuple([tensor.data_ptr() for tensor in tensors]), tensors[0].device)
 
 
 def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -282,7 +292,7 @@ def _launch(
     gated: bool = False,
 ) -> Table:
     device, dtype = tensors[0].device, tensors[0].dtype
-    table = _table(tuple([t.numel() for t in tensors]), device)
+    table = table_of(tensors)
     data = tuple([t.data_ptr() for t in tensors])
     others = tuple([t.data_ptr() for t in old]) if old is not None else data
     partials = table.partials
