@@ -117,8 +117,8 @@ def _reachable(uri: str) -> None:
 
 class History:
     """The metrics of one run, whole. `run_ref` is an MLflow run id or a trackbridge run id; the server is the one that
-    ``MLFLOW_TRACKING_URI`` names. Raises `ReferenceNotFoundError` when there is no such run, `TrackbridgeError` for a server that
-    does not answer."""
+    ``MLFLOW_TRACKING_URI`` names. Raises `ReferenceNotFoundError` when there is no such run, `TrackbridgeError` for a server
+    that does not answer."""
 
     def __init__(self, run_ref: str) -> None:
         self._uri = mlflow_calls.default_uri()

@@ -27,6 +27,7 @@ from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
 from trackbridge.backends.wandb_views import Published, Survey, View
 from trackbridge.names import ATTEMPT, CATALOGUE, SEQ, STEP
 from trackbridge.panels import PAGE
+from trackbridge.rundir import RunDirectory
 
 KILLED = "killed"
 FINISH_SECONDS = 10.0
@@ -37,6 +38,8 @@ OUR_SERIES = tuple(
 """Patterns of our own series: what gets our step axis in a run of the user's."""
 REPORT = "trackbridge/report"
 """Summary key: the address of the report that the run made itself."""
+VIEWS = "trackbridge/views"
+"""Summary key: the journal's end when the newest pictures of the whole run were made."""
 REPORT_SECONDS = 40.0
 """What a report may take: less than what a run has for its end."""
 
@@ -100,6 +103,7 @@ class Client:
         self._artifacts: dict[int, str | None] = {}
         self._wake = threading.Event()
         self._settling = False
+        self._step = 0
         self._report: threading.Thread | None = None
 
     @property
@@ -172,6 +176,7 @@ class Client:
     def log(self, rows: Sequence[dict[str, float]], floor: int) -> None:
         for row in rows:
             self._run.log(row)
+            self._step = int(row[STEP])
         self._run.summary[FLOOR] = floor
         self._wake.set()
 
@@ -227,6 +232,7 @@ class Client:
         self._uploads.join()
         if self._report is not None:
             self._report.join(REPORT_SECONDS)
+        self._show_views()
         self._run.summary[FLOOR] = floor
         if not self._own:
             self._ended = True  # for us; their run goes on
@@ -276,6 +282,14 @@ class Client:
             media[PAGE] = self._wandb.Html(str(page), inject=False)
         if media:
             self._run.log({**media, STEP: step})
+
+    def _show_views(self) -> None:
+        """The pictures and the page of the whole run, once for each time that they were made."""
+        views = RunDirectory(Path(self._target.folder).parent).views
+        made = exhibits.made(views)
+        if made >= 0 and self._run.summary.get(VIEWS) != made:
+            self._show(views, self._step)
+            self._run.summary[VIEWS] = made
 
     def _report_once(self, kind: str, step: int) -> None:
         """Make the report of the first anomaly, if that is asked for: by the command that a person would type."""

@@ -121,7 +121,10 @@ def _find(folder: Path, artifact: RecordedArtifact, name: str, entry: FileEntry)
     for path in (old, *moved):
         if path.is_file() and not path.is_symlink() and _md5(path) == entry.md5:
             return path
-    raise ReferenceNotFoundError(f"{name} of {artifact.name} is neither at {old} nor near {folder}, as it was recorded")
+    raise ReferenceNotFoundError(
+        f"{name} of {artifact.name} is neither at {old} nor near {folder}, as it was recorded: an offline run only names its "
+        "files, so keep the run directory's capsules and artifacts folders with it"
+    )
 
 
 def _md5(path: Path) -> str:

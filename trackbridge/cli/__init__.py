@@ -20,6 +20,7 @@ from trackbridge.cli.replay import replay
 from trackbridge.cli.report import report
 from trackbridge.cli.rollback import rollback
 from trackbridge.cli.runs import runs
+from trackbridge.cli.scan import scan
 from trackbridge.cli.show import show
 from trackbridge.cli.sync import sync
 from trackbridge.cli.view import view
@@ -59,5 +60,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, view, sync, export, pull, replay, rollback, report, doctor):
+for command in (demo, runs, show, scan, view, sync, export, pull, replay, rollback, report, doctor):
     app.command()(command)

@@ -1,0 +1,233 @@
+"""Where a logged curve can be read from. A source knows its columns, and gives one of them as {step: value}.
+
+All of a column is read, never a sample: a one-step spike is what samples lose. Where a step was logged twice (a resumed run),
+the later value counts. Values that are no number are left out; NaN and infinities are numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge.plugins import require
+from trackbridge.scan.columns import step_column
+
+Points: TypeAlias = dict[int, float]
+FORMS = (
+    "a CSV file, a TensorBoard log folder, an offline W&B run, a run folder of trackbridge, wandb:ENTITY/PROJECT/RUN_ID, "
+    "mlflow:RUN_ID or tensorboard:LOGDIR"
+)
+
+
+class Source:
+    """One place. `where` names it in messages."""
+
+    where: str
+
+    def columns(self) -> list[str]:
+        raise NotImplementedError
+
+    def read(self, column: str) -> Points:
+        raise NotImplementedError
+
+
+def find(ref: str, step: str | None) -> Source:
+    """The source that `ref` names. `step`: its column of steps, where that is not to be guessed."""
+    path = Path(ref)
+    if path.exists():
+        return _on_disk(path, step)
+    kind, colon, rest = ref.partition(":")
+    if colon and rest and kind == "wandb":
+        return OnlineRun(rest, step)
+    if colon and rest and kind == "mlflow":
+        return MlflowRun(rest)
+    if colon and rest and kind == "tensorboard":
+        return EventFolder(Path(rest))
+    if colon and len(kind) > 1 and "/" not in kind:
+        raise UsageError(f"{ref!r} is no reference of a known form: {FORMS}")
+    raise ReferenceNotFoundError(f"{ref} does not exist; give {FORMS}")
+
+
+def _on_disk(path: Path, step: str | None) -> Source:
+    if path.is_file() and path.suffix == ".wandb":
+        return OfflineRun(path, step)
+    if path.is_file() and "tfevents" in path.name:
+        return EventFolder(path)
+    if path.is_file():
+        return CsvFile(path, step)
+    if (path / "run.json").exists():
+        return OwnRun(path)
+    if any(path.glob("run-*.wandb")) or any(path.glob("*run-*/run-*.wandb")):
+        return OfflineRun(path, step)
+    if next(path.rglob("*tfevents*"), None) is not None:
+        return EventFolder(path)
+    if len(tables := sorted(path.glob("*.csv"))) == 1:
+        return CsvFile(tables[0], step)
+    raise ReferenceNotFoundError(f"{path} holds no run that can be read; give {FORMS}")
+
+
+class Table(Source):
+    """A source that is rows of named values, each row a step."""
+
+    def __init__(self, where: str, rows: Iterable[Mapping[str, Any]], step: str | None) -> None:
+        self.where = where
+        self._rows = list(rows)
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        self._step = step_column(self._columns, step)
+
+    def columns(self) -> list[str]:
+        return [name for name in self._columns if name != self._step]
+
+    def read(self, column: str) -> Points:
+        found: Points = {}
+        for number, row in enumerate(self._rows):
+            at = number if self._step is None else _number(row.get(self._step))
+            value = _number(row.get(column))
+            if at is not None and value is not None and math.isfinite(at):
+                found[int(at)] = value
+        return found
+
+
+class CsvFile(Table):
+    """A table with a header; separated by comma, semicolon or tab."""
+
+    def __init__(self, path: Path, step: str | None) -> None:
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as handle:
+                first = handle.readline()
+                separator = max(",;\t", key=first.count)
+                handle.seek(0)
+                rows = [
+                    {name.strip(): value for name, value in row.items() if name is not None and value is not None}
+                    for row in csv.DictReader((line for line in handle if line.strip()), delimiter=separator)
+                ]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise UsageError(f"{path} cannot be read as a table: {error}; give {FORMS}") from None
+        super().__init__(str(path), rows, step)
+
+
+class OfflineRun(Table):
+    """W&B's own run file."""
+
+    def __init__(self, path: Path, step: str | None) -> None:
+        from trackbridge.backends import wandb_file
+
+        run = wandb_file.load(path)
+        super().__init__(str(path), run.history, step)
+
+    def columns(self) -> list[str]:
+        return [name for name in super().columns() if not name.startswith("_")]
+
+
+class OnlineRun(Source):
+    """A run on a W&B server, read with its full scan (not its sampled history)."""
+
+    def __init__(self, where: str, step: str | None) -> None:
+        from trackbridge.backends.wandb_history import History
+
+        self.where = f"wandb:{where}"
+        self._history = History(where)
+        self._columns = self._history.columns()
+        self._step = step_column([*self._columns, "_step"], step)
+
+    def columns(self) -> list[str]:
+        return [name for name in self._columns if name != self._step and not name.startswith("_")]
+
+    def read(self, column: str) -> Points:
+        keys = [column, self._step or "_step"]
+        return Table(self.where, self._history.read(keys), keys[1]).read(column)
+
+
+class MlflowRun(Source):
+    """A run of MLflow; the server is the one that ``MLFLOW_TRACKING_URI`` names."""
+
+    def __init__(self, run_id: str) -> None:
+        from trackbridge.backends.mlflow_fetch import History
+
+        self.where = f"mlflow:{run_id}"
+        self._history = History(run_id)
+
+    def columns(self) -> list[str]:
+        return self._history.columns()
+
+    def read(self, column: str) -> Points:
+        return self._history.read(column)
+
+
+class EventFolder(Source):
+    """TensorBoard's event files, of one run."""
+
+    def __init__(self, path: Path) -> None:
+        module = require("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
+        self.where = str(path)
+        folders = sorted({file.parent for file in path.rglob("*tfevents*")}) if path.is_dir() else [path]
+        if not folders:
+            raise ReferenceNotFoundError(f"{path} holds no TensorBoard event file")
+        sizes = {module.SCALARS: 0, module.TENSORS: 0}
+        self._runs = [module.EventAccumulator(str(f), size_guidance=sizes, purge_orphaned_data=False) for f in folders]
+        for run in self._runs:
+            run.Reload()
+        names = [str(folder.relative_to(path)) if path.is_dir() else "." for folder in folders]
+        self._names = dict(zip(names, self._runs, strict=True))
+        self._tags = dict(self._all_tags())
+
+    def columns(self) -> list[str]:
+        return list(self._tags)
+
+    def read(self, column: str) -> Points:
+        run, kind = self._tags[column]
+        if kind == "scalars":
+            return {event.step: float(event.value) for event in run.Scalars(self._tag(column))}
+        from tensorboard.util import tensor_util
+
+        found: Points = {}
+        for event in run.Tensors(self._tag(column)):
+            array = tensor_util.make_ndarray(event.tensor_proto)
+            if array.size == 1 and array.dtype.kind in "fiu":
+                found[event.step] = float(array.reshape(-1)[0])
+        return found
+
+    def _all_tags(self) -> Iterable[tuple[str, tuple[Any, str]]]:
+        """Every tag with its run. Where several folders have it, the tag is prefixed with the folder."""
+        for folder, run in self._names.items():
+            prefix = "" if len(self._names) == 1 or folder == "." else f"{folder}:"
+            tags = run.Tags()
+            for kind in ("scalars", "tensors"):
+                for tag in tags[kind]:
+                    yield f"{prefix}{tag}", (run, kind)
+
+    def _tag(self, column: str) -> str:
+        run, _ = self._tags[column]
+        folder = next(name for name, one in self._names.items() if one is run)
+        return column.removeprefix(f"{folder}:")
+
+
+class OwnRun(Source):
+    """A run directory of trackbridge, judged anew: with other settings, or by a newer version."""
+
+    def __init__(self, path: Path) -> None:
+        from trackbridge.history import load
+
+        self.where = str(path)
+        self._record = load(path)
+
+    def columns(self) -> list[str]:
+        return list(self._record.names)
+
+    def read(self, column: str) -> Points:
+        steps, values = self._record.series(column)
+        return dict(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+def _number(value: Any) -> float | None:
+    if value is None or value == "" or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
