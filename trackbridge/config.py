@@ -167,7 +167,7 @@ class DetectionConfig(Section):
 
 
 class GuardConfig(Section):
-    """What `run.guard` does about a step whose loss or gradient norm is out of its band. It acts only where the loop asks it."""
+    """What `run.guard` does about a step whose loss or gradient norm is out of its band; only where the loop asks it."""
 
     action: Literal["warn", "skip", "raise", "stop"] = "warn"
     threshold: float = Field(6.0, gt=0, description="robust sigmas above the expected value that flag a step")

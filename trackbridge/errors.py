@@ -38,6 +38,10 @@ class ReferenceNotFoundError(TrackbridgeError, LookupError):
     """A run or capsule reference names nothing that exists."""
 
 
+class GuardError(TrackbridgeError):
+    """`run.guard` stops the training, as its settings ask."""
+
+
 class CapsuleError(TrackbridgeError):
     """A capsule is damaged, hostile, or of a format this version does not read."""
 

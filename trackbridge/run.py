@@ -32,6 +32,7 @@ from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors.prime import primed
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
 from trackbridge.flops.meter import Meter
+from trackbridge.guard import HELD, Guard
 from trackbridge.intake import Intake
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
@@ -131,6 +132,7 @@ class Run:
 
     Attributes:
         id: the run's id. dir: its directory. urls: how to look at it, by backend kind.
+        guard: acts on the step under way where you ask it to (`trackbridge.guard.Guard`).
     """
 
     def __init__(
@@ -188,6 +190,8 @@ class Run:
             else None
         )
         self._intake = Intake(self._recorder, self._pace, self._inert)
+        self._guarded: dict[str, float] = {}  # what the guard says of the step under way
+        self.guard = Guard(settings.guard, settings.detection, self._note_guard)
         self._host = HostSampler()
         recorder = self._recorder
         self._scribe = Scribe(
@@ -414,6 +418,8 @@ class Run:
                 host[name] = value
         if skipped:
             self._instruments.skipped()
+        host.update(self._guarded)
+        self._guarded = {}
         host.update(self._instruments.lr())
         host.update(self._pace.close(tokens, samples, number))
         host.update(self._meter.close(host["perf/step_s"], self._pace.consumed_tokens, steady=self._pace.steady))
@@ -533,6 +539,7 @@ class Run:
             "step": self._step,
             "tokens": self._pace.tokens,
             "epochs": self._book.state(),
+            "guard": self.guard.state_dict(),
             "watch": self._scribe.ask(self._scribe.watch_state),
         }
 
@@ -543,6 +550,8 @@ class Run:
         self._step = whole("step", state["step"])
         self._pace.tokens = float(state.get("tokens", 0.0))
         self._book.resume(state.get("epochs", ()))
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
         watch, step = state.get("watch"), self._step
         self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
 
@@ -580,6 +589,7 @@ class Run:
     def _detach(self) -> None:
         if self._auto is not None:
             self._auto.remove()
+        self.guard.detach()
         self._instruments.detach()
         self._meter.detach()
         if self._recorder is not None:
@@ -603,6 +613,17 @@ class Run:
         self.finish(10.0, status="failed" if error is not None else "finished", error=repr(error) if error else None)
 
     # helpers on the training thread
+
+    def _note_guard(self, name: str, value: Tensor | float) -> None:
+        """What the guard says of the step under way, for its row."""
+        if self._inert():
+            return
+        if isinstance(value, Tensor):
+            self._instruments.set(name, value)
+            return
+        self._guarded[name] = value
+        if name == HELD and value:
+            self._instruments.skipped()
 
     def _inert(self) -> bool:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""

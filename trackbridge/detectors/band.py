@@ -123,7 +123,7 @@ class BandDetector(SeriesState):
     def update(self, step: int, values: FloatArray, present: BoolArray, widen: float = 1.0) -> list[Verdict]:
         """One step: values (n,) float64, present (n,) bool. Returns a verdict per out-of-band or non-finite series. `widen`
         multiplies the bars, for a step that is known to be noisier than others."""
-        cfg, tune, units = self.settings, self.tuning, self.units
+        cfg, units = self.settings, self.units
         finite = np.isfinite(values)
         ok = present & finite
         x = units.judged(values, ok)
@@ -150,7 +150,7 @@ class BandDetector(SeriesState):
         return verdicts
 
     def _ahead(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-        """For the next value of each series: (fast level, own scale, scale, expectation, what the tail multiplies the bar by)."""
+        """For the next value of each series: (fast level, own scale, scale, expectation, factor of the bar for its tail)."""
         tune, units = self.tuning, self.units
         ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
         own = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)

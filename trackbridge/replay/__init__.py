@@ -13,6 +13,7 @@ from trackbridge.lab.replay import StepReport as StepReport
 from trackbridge.replay.counterfactual import what_if as what_if
 from trackbridge.replay.engine import rerun as rerun
 from trackbridge.replay.guilty import skip_plan as skip_plan
+from trackbridge.replay.held import guard as guard
 from trackbridge.replay.keep import keep as keep
 from trackbridge.replay.rebuilt import Rebuilt as Rebuilt
 from trackbridge.replay.trial import NotRunnable as NotRunnable
@@ -27,6 +28,7 @@ __all__ = [
     "StepReport",
     "Trial",
     "Try",
+    "guard",
     "keep",
     "rerun",
     "skip_plan",

@@ -23,6 +23,7 @@ from trackbridge.ranks import Ranks
 from trackbridge.replay import settings
 from trackbridge.replay.compare import LOSS, Observation
 from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
+from trackbridge.replay.held import guard
 from trackbridge.replay.judge import Ran, judge
 from trackbridge.replay.rebuilt import Rebuilt
 from trackbridge.replay.trial import Trial
@@ -169,7 +170,8 @@ class Replay:
             batches = micro_batches(step, self._batches[step], rebuilt)
             before = rng.restore(self._states.before(step), rebuilt.generators)
         try:
-            loss = rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
+            with guard.as_recorded(self.record[step], rebuilt.optimizers):
+                loss = rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
         except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())
             raise TrackbridgeError(f"the step function raised at step {step} of the replay: {words[:300]}") from error
