@@ -44,17 +44,23 @@ class Process:
         self._folder = folder
         _kill_leftover(folder / _PIDS)
         ours, theirs = socket.socketpair()
-        with theirs, (folder / "client.log").open("ab") as log:
-            self._child = subprocess.Popen(
+        with theirs:
+            server = {} if base_url is None else {"WANDB_BASE_URL": base_url}
+            self._child = self._start(theirs, {**_environment(folder), **server})
+        self._pipe = Connection(ours.detach())
+
+    def _start(self, theirs: socket.socket, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        """A child that serves calls on `theirs`."""
+        with (self._folder / "client.log").open("ab") as log:
+            return subprocess.Popen(
                 [sys.executable, "-c", f"from trackbridge.backends.wandb_client import serve; serve({theirs.fileno()})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**_environment(folder), **({} if base_url is None else {"WANDB_BASE_URL": base_url})},
+                env=env,
                 start_new_session=True,
             )
-        self._pipe = Connection(ours.detach())
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Run a method of `wandb_client.Client` in the child. Raises `ClientError` when that failed, and `TimeoutError` when
@@ -95,6 +101,7 @@ _PIDS = "client.pids"
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    """What the child finds around it: ours, without what describes a run that the user started."""
     env = {name: value for name, value in os.environ.items() if name not in FORGET}
     # Offline artifacts are staged in the data directory; in the home folder they would be lost when the run moves.
     env |= {"WANDB_DATA_DIR": str(folder / "data"), "WANDB_CACHE_DIR": str(folder / "cache"), "WANDB_SILENT": "true"}

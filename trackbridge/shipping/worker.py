@@ -128,7 +128,8 @@ class Worker:
         target = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self._cursor = Cursor.load(self._directory, self.kind, target)
         self._dead = DeadLetters(self._directory, self.kind)
-        self._lives = [(life.time, life.number) for life in self._directory.read().attempts]
+        self._starts: dict[int, int] = {}
+        self._learn_attempts()
         self._attempt = self._cursor.attempt  # of the newest record read
         self._ends: dict[int, RunEnd] = {}
         known: list[Anomaly] = []
@@ -140,8 +141,7 @@ class Worker:
                 elif isinstance(record, RunEnd):
                     self._ends[record.attempt] = record
         self._reader = JournalReader(rows, self._cursor.seq)
-        starts = {life.number: life.start_step for life in self._directory.read().attempts}
-        self._stream = Stream(self._policy, after=self._cursor.seq, known=known, budget=self._budget, starts=starts)
+        self._stream = Stream(self._policy, after=self._cursor.seq, known=known, budget=self._budget, starts=self._starts)
         self._pending = Pending()
         self._held = -1  # the tracker has these, as it said itself
         self._idle = 0  # looks in a row that found nothing
@@ -184,6 +184,8 @@ class Worker:
         if self._pending.full:
             return False
         records = self._reader.read(_READ)
+        if any(getattr(record, "attempt", 0) not in self._starts for record in records):
+            self._learn_attempts()  # the run was resumed
         out = self._stream.push(records)
         self._idle = 0 if records else self._idle + 1
         if not records and over:
@@ -198,6 +200,11 @@ class Worker:
             self._attempt = max(self._attempt, self._attempt_of(record))
             self._pending.add(self._attempt, record, before.get(record.seq))
         return bool(records or out)
+
+    def _learn_attempts(self) -> None:
+        attempts = self._directory.read().attempts
+        self._lives = [(life.time, life.number) for life in attempts]
+        self._starts.update({life.number: life.start_step for life in attempts})
 
     def _attempt_of(self, record: Record) -> int:
         """Which attempt a record belongs to; artifacts and params do not say, but their time does."""
