@@ -307,3 +307,20 @@ def test_token_statistics_are_words_in_the_post_mortem() -> None:
     said = post_mortem._describe(MicroBatch(0, 0, 20, None, None, {"input": seen}))
     assert "input: 512 values, 90 different, from 0 to 255, entropy 6.41 bits, most frequent 32 (12.5%), rarest 255" in said
     assert "{" not in said
+
+
+def test_damage_in_the_step_contexts_is_said(tmp_path: Path) -> None:
+    """By the capsule that lacks a step for it, and by the record when it is asked."""
+    from trackbridge.history import load as load_run
+
+    directory = a_run(tmp_path / "run-1", snapshots=(15,), upload_batches=True)
+    assert not load_run(directory.path).contexts_damage
+    (segment,) = directory.contexts().glob("*.tbj")
+    data = bytearray(segment.read_bytes())
+    at = data.index(bytes.fromhex(f"{18:032x}".encode().hex()))  # the fingerprint of step 18
+    data[at] ^= 1
+    segment.write_bytes(data)
+    capsule = load(seal(directory.path, "a-20"))
+    assert capsule.tier == "explain" and any(text.startswith("step contexts: the journal") for text in capsule.missing)
+    damage = load_run(directory.path).contexts_damage
+    assert damage.records_lost == 1 and "contexts" in str(damage)

@@ -184,6 +184,39 @@ def test_the_newest_two_are_kept_and_pin_says_why_not(tmp_path: Path) -> None:
     assert ring.pin(29) == "none has been taken yet"
 
 
+def test_while_the_scribe_is_behind_more_are_kept(tmp_path: Path) -> None:
+    """A loop of microsecond steps: what an anomaly far behind will need is still there when it is found."""
+    ring = make(tmp_path, snapshot_every=10, before=8)
+    ring.passed = 25
+    for step in range(0, 200, 10):
+        keep(ring, Watched({"": nn.Linear(2, 2)}), step)
+    assert [snapshot.step for snapshot in ring._kept] == list(range(0, 200, 10)), "none of them has been passed"
+    assert ring.pin(17) is None and folder(tmp_path, 10).exists()
+    ring.passed = 195
+    keep(ring, Watched({"": nn.Linear(2, 2)}), 200)
+    assert [snapshot.step for snapshot in ring._kept] == [150, 160, 170, 180, 190, 200]
+    little = make(tmp_path, snapshot_every=10, snapshot_bytes=100)
+    little.passed = 0
+    for step in range(0, 100, 10):
+        keep(little, Watched({"": nn.Linear(2, 2)}), step)
+    assert len(little._kept) == 4, 'as many as the budget holds'
+
+
+def test_a_state_dict_that_raises_is_named_and_the_rest_is_kept(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("not on this rank\nand a second line")
+
+    ring = make(tmp_path)
+    keep(ring, Watched({"": nn.Linear(2, 2)}, state={"ema": Broken(), "fine": torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), lambda step: 1.0)}), 0)  # fmt: skip
+    assert ring.pin(0) is None
+    skeleton, arrays, metadata = tree.load(folder(tmp_path, 0))
+    assert metadata["missing"] == {"state/ema": "its state_dict() raised RuntimeError: not on this rank"}
+    assert tree.unpack(skeleton, arrays)["models"][""]["weight"].shape == (2, 2)
+    assert list(tree.unpack(skeleton, arrays)["state"]) == ["fine"]
+
+
 def test_memory_stays_within_the_budget_and_is_reused(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)  # 40,400 bytes
     for budget, kept in ((90_000, 2), (60_000, 1), (40_000, 0)):

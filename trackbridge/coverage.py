@@ -22,6 +22,7 @@ class RankRecord:
     rank: int
     rows: dict[int, Row]
     contexts: dict[int, StepContext]
+    damage: str | None = None  # of the context journal, in words
 
     def clip(self, window: Window) -> RankRecord:
         """The part inside `window`, in order of steps."""
@@ -29,6 +30,7 @@ class RankRecord:
             self.rank,
             {step: self.rows[step] for step in window.steps if step in self.rows},
             {step: self.contexts[step] for step in window.steps if step in self.contexts},
+            self.damage,
         )
 
 
@@ -58,13 +60,14 @@ def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) 
     records = []
     for rank in ranks:
         rows = read_rows(directory, rank, anomaly.attempt, steps)
+        reader = JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps)
         contexts = {
             context.step: context
-            for context in JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps).read()
+            for context in reader.read()
             if isinstance(context, StepContext) and context.attempt == anomaly.attempt
         }
         if rows:
-            records.append(RankRecord(rank, rows, contexts))
+            records.append(RankRecord(rank, rows, contexts, str(reader.damage) if reader.damage else None))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records)
@@ -163,6 +166,8 @@ def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> I
         )
     for record in records:
         of = f" of rank {record.rank}" if world_size > 1 else ""
+        if record.damage is not None:
+            yield f"step contexts{of}: {record.damage}"
         gone = [step for step in window.steps if step not in record.rows]
         if gone:
             yield f"rows{of} of steps {spans(gone)}: a replay has nothing to compare these steps with"

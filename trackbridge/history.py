@@ -205,6 +205,13 @@ class RunRecord:
         table: pd.DataFrame = both.sort_values("step", kind="stable", ignore_index=True)
         return table
 
+    @cached_property
+    def contexts_damage(self) -> Damage:
+        """What cannot be read of the step contexts of all ranks, which replays need; false if nothing. Reads them through:
+        up to `recorder.context_bytes` each."""
+        found = [_damage(self._directory.contexts(rank)) for rank in self._directory.ranks()]
+        return max(found, key=lambda damage: (damage.records_lost, damage.bytes_skipped), default=Damage(self.path))
+
     def histograms(self, rank: int | None = None) -> list[Histograms]:
         """Histograms of weights and gradients, by step; of a step that was recorded twice the newest attempt's.
 
@@ -222,6 +229,13 @@ class RunRecord:
         reader = JournalReader(self._directory.rows(rank), kinds={Row})
         while records := reader.read(limit=_BATCH):
             yield from (record for record in records if isinstance(record, Row))
+
+
+def _damage(journal: Path) -> Damage:
+    reader = JournalReader(journal)
+    while reader.read(limit=64):
+        pass
+    return reader.damage
 
 
 def read_histograms(directory: RunDirectory, rank: int, steps: range | None = None) -> list[Histograms]:

@@ -264,6 +264,7 @@ class Recorder:
 
     def pack(self, raw: RawContext) -> StepContext:
         """The journal's record of a step. Waits for copies from the device."""
+        self._snapshots.passed = raw.step
         return StepContext(
             seq=-1,
             step=raw.step,

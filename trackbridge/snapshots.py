@@ -27,6 +27,8 @@ from trackbridge.errors import UsageError
 from trackbridge.rundir import RunDirectory
 
 KEPT = 2
+MOST = 64  # while the scribe is behind
+MARGIN = 32  # steps before a detection's window that an onset may lie
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,8 @@ class Snapshots:
     ) -> None:
         self.cost = Cost()
         self.why_not = "" if config.snapshot_every else "recorder.snapshot_every is 0"
+        self.passed: int | None = None  # the newest step that was looked at for anomalies; set by another thread
+        self._margin = config.before + MARGIN
         self._every = config.snapshot_every
         self._budget = config.snapshot_bytes
         self._folder = directory.snapshots(rank)
@@ -159,15 +163,17 @@ class Snapshots:
         """Memory for tensors of `sizes`, making room within the budget. Page-locked memory takes a third of a second a
         gigabyte to make: only the first step waits for it, later it is made on another thread and the snapshot is due until
         it is there."""
-        copies = min(KEPT, self._budget // max(sum(sizes), 1))
-        if copies == 0:
+        room = self._budget // max(sum(sizes), 1)
+        if room == 0:
             self.why_not = f"models and optimizers take {sum(sizes)} bytes, recorder.snapshot_bytes is {self._budget}"
             return None
         with self._lock:
-            while len(self._kept) >= copies:
+            while len(self._kept) >= self._wanted(room):
                 if self._kept[0].writing:
                     self.why_not = f"the snapshot of step {self._kept[0].step} was still being written"
                     return None
+                if self._spare is not None:
+                    self._spare.free()
                 self._spare = self._kept.pop(0).memory
         memory, self._spare = self._spare, None
         if memory is not None and memory.fits(sizes, locked=locked):
@@ -180,6 +186,15 @@ class Snapshots:
         self._making = threading.Thread(target=self._make, args=(sizes,), name="trackbridge-snapshots", daemon=True)
         self._making.start()
         return None
+
+    def _wanted(self, room: int) -> int:
+        """How many snapshots there should be. Two; more, as far as there is room, while the steps after the second have not
+        been looked at for anomalies yet: a loop of microsecond steps runs far ahead of the scribe."""
+        wanted = min(KEPT, room)
+        if self.passed is not None:
+            behind = [snapshot for snapshot in self._kept[1:] if snapshot.step > self.passed - self._margin]
+            wanted = max(wanted, min(len(behind) + KEPT, room, MOST))
+        return wanted
 
     def _make(self, sizes: list[int]) -> None:
         try:
@@ -204,17 +219,27 @@ class Snapshots:
 
 def _pack(watched: Watched) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """(skeleton, leaves, missing): the tree of state dicts; a part that cannot be stored is left out and named."""
+    missing: dict[str, str] = {}
+
+    def of(kind: str, objects: Mapping[str, Any], state: Callable[[Any], Any]) -> dict[str, Any]:
+        found = {}
+        for name, each in objects.items():
+            try:
+                found[name] = state(each)
+            except Exception as error:  # the user's object
+                missing[f"{kind}/{name}"] = f"its state_dict() raised {type(error).__name__}: {error}".splitlines()[0]
+        return found
+
     parts: dict[str, dict[str, Any]] = {
-        "models": {name: model.state_dict() for name, model in watched.models.items()},
+        "models": of("models", watched.models, lambda model: model.state_dict()),
         "buffers": {name: _lasting_buffers(model) for name, model in watched.models.items()},
-        "optimizers": {name: optimizer.state_dict() for name, optimizer in watched.optimizers.items()},
-        "scaler": _scaler_state(watched.scaler),
-        "state": {name: item.state_dict() for name, item in watched.state.items()},
+        "optimizers": of("optimizers", watched.optimizers, lambda optimizer: optimizer.state_dict()),
+        "scaler": of("scaler", {"": watched.scaler}, _scaler_state).get("", {}),
+        "state": of("state", watched.state, lambda item: item.state_dict()),
     }
     try:
-        return *tree.pack(parts), {}
+        return *tree.pack(parts), missing
     except UsageError:
-        missing: dict[str, str] = {}
         for kind, group in parts.items():
             for name in list(group):
                 try:
