@@ -1,13 +1,16 @@
 """What a run directory says about the cause of an anomaly: the record around it, handed to the diagnosis.
 
 Rules see more than a capsule keeps: rows of the attempts before as well, and what changed between two attempts. Needs no
-torch.
+torch. ``python -m trackbridge.explain RUN_DIR ANOMALY_ID...`` prints a line of JSON for each anomaly and writes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trackbridge import provenance
@@ -15,7 +18,7 @@ from trackbridge.config import RecorderConfig
 from trackbridge.diagnosis import diagnose
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, Hypothesis, Params, Row, StepContext
-from trackbridge.rundir import RunDirectory
+from trackbridge.rundir import RunDirectory, dumps
 
 HISTORY = 256
 """Steps before the onset whose rows the rules see."""
@@ -95,3 +98,34 @@ def _short(value: Any) -> str:
         return f"{value:.6g}"
     text = "absent" if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def find(run_dir: RunDirectory, anomaly_ids: Sequence[str]) -> dict[str, Anomaly]:
+    """The newest version of each anomaly, from the first rank that has it."""
+    found: dict[str, Anomaly] = {}
+    for rank in run_dir.ranks():
+        own: dict[str, Anomaly] = {}
+        for record in JournalReader(run_dir.rows(rank), kinds={Anomaly}).read():
+            if isinstance(record, Anomaly) and record.id in anomaly_ids:
+                own[record.id] = record
+        found = {**own, **found}
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2 or arguments[0].startswith("-"):
+        print("usage: python -m trackbridge.explain RUN_DIR ANOMALY_ID...", file=sys.stderr)
+        return 2
+    if hasattr(os, "nice"):
+        os.nice(10)  # training comes first
+    directory = RunDirectory(arguments[0])
+    known = find(directory, arguments[1:])
+    for anomaly_id in arguments[1:]:
+        if anomaly_id in known:
+            found = [asdict(hypothesis) for hypothesis in explain(directory, known[anomaly_id])]
+            print(dumps({"id": anomaly_id, "hypotheses": found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ from trackbridge.probes import Instruments
 from trackbridge.probes.base import BoolArray
 from trackbridge.probes.session import Reading
 from trackbridge.recorder import RawContext, Recorder
-from trackbridge.records import Anomaly, Artifact, Params, Row, RunEnd, Schema, StepContext
+from trackbridge.records import Anomaly, Artifact, Hypothesis, Params, Row, RunEnd, Schema, StepContext
 from trackbridge.rundir import RunDirectory
 from trackbridge.sealer import Sealing
 from trackbridge.slab import Slot
@@ -359,6 +359,10 @@ class Scribe:
             return
         self.submit(Ask(lambda: self._deliver(anomaly)))
 
+    def explained(self, anomaly_id: str, hypotheses: tuple[Hypothesis, ...]) -> None:
+        """Also on a thread of its own: what the diagnosis says of an anomaly that has no capsule of its own."""
+        self.submit(Ask(lambda: self._explain(anomaly_id, hypotheses)))
+
     def gave_up(self, path: str, anomaly: Anomaly, why: str) -> None:
         """Every anomaly of the capsule at `path` says that it has none any more."""
         for each in [a for a in self.latest.values() if a.capsule == path] or [anomaly]:
@@ -371,6 +375,12 @@ class Scribe:
         self._instruments.ask_histograms(None if detected is None else detected + HISTOGRAMS_AFTER)
 
     # scribe thread again
+
+    def _explain(self, anomaly_id: str, hypotheses: tuple[Hypothesis, ...]) -> None:
+        known = self.latest.get(anomaly_id)
+        if known is not None and not known.hypotheses:
+            self.latest[anomaly_id] = known.updated(hypotheses=hypotheses)
+            self._rows.append(self.latest[anomaly_id])
 
     def _deliver(self, anomaly: Anomaly) -> None:
         """A capsule is ready: tell what its diagnosis found, and hand it to the trackers."""

@@ -24,11 +24,12 @@ from pydantic import TypeAdapter
 from trackbridge import ranks
 from trackbridge.allowance import Allowance, Kept
 from trackbridge.config import RecorderConfig
+from trackbridge.explainer import Explainer
 from trackbridge.journal import JournalWriter
 from trackbridge.notices import Notices, private
 from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder
-from trackbridge.records import Anomaly, RunInfo
+from trackbridge.records import Anomaly, Hypothesis, RunInfo
 from trackbridge.rundir import RunDirectory, dumps
 
 logger = logging.getLogger("trackbridge")
@@ -102,13 +103,15 @@ class Sealer:
         sealed: Callable[[Anomaly, str | None], None],
         gave_up: Callable[[str, Anomaly, str], None],
         notices: Notices | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self._directory = directory
         self._config = config
         self._pins = pins
+        self._explainer = explainer
         self._sealed = sealed
         self._notices = notices
-        self._allowance = Allowance(directory, config, gave_up)
+        self._allowance = Allowance(directory, config, lambda *what: self._gave_up(gave_up, *what))
         self._capsules: list[_Capsule] = []
         self._waiting: deque[_Capsule] = deque()
         self._child: subprocess.Popen[str] | None = None
@@ -119,13 +122,16 @@ class Sealer:
         """A neighbour of an open capsule shares it. With the budget full the least severe capsule gives way, or the anomaly
         gets none, and a note says so."""
         if anomaly.kind not in SEALED_KINDS or anomaly.capsule is not None:
+            self._only_explain(anomaly)
             return anomaly
         shared = self._covering(anomaly)
         if shared is not None:
+            self._only_explain(anomaly)
             shared.kept.severity = max(shared.kept.severity, anomaly.severity)
             return anomaly.updated(capsule=shared.kept.path)
         refused = self._allowance.make_room(anomaly, self._remove)
         if refused is not None:
+            self._only_explain(anomaly)
             return anomaly.updated(notes=(*anomaly.notes, refused))
         anomaly = anomaly.updated(capsule=self._place(anomaly.step))
         kept = self._allowance.add(anomaly)
@@ -135,6 +141,14 @@ class Sealer:
         if self._notices is not None:
             self._notices.tell({"pin": kept.name, "first": first, "onset": anomaly.onset, "last": last, "step": anomaly.step})
         return anomaly
+
+    def _gave_up(self, tell: Callable[[str, Anomaly, str], None], path: str, anomaly: Anomaly, why: str) -> None:
+        self._only_explain(anomaly)
+        tell(path, anomaly, why)
+
+    def _only_explain(self, anomaly: Anomaly) -> None:
+        if self._explainer is not None:
+            self._explainer.consider(anomaly)
 
     def update(self, anomaly: Anomaly) -> None:
         for capsule in self._capsules:
@@ -154,6 +168,8 @@ class Sealer:
         for capsule in self._capsules:
             if capsule.open and step >= capsule.last:
                 self._ask(capsule)
+        if self._explainer is not None:
+            self._explainer.advance(step)
 
     def heard(self) -> list[Anomaly]:
         return [] if self._notices is None else self._reports(self._notices, now=False)
@@ -184,7 +200,8 @@ class Sealer:
         self._giving_up = True
         if not done and self._child is not None:
             self._child.kill()
-        return done
+        explained = self._explainer is None or self._explainer.finish(max(deadline - time.monotonic(), 0))
+        return done and explained
 
     def settle(self, anomaly: Anomaly) -> bool:
         """Gives up what the budget of bytes does not hold."""
@@ -328,6 +345,7 @@ class Telling(Protocol):
     def sealed(self, anomaly: Anomaly, error: str | None) -> None: ...
     def gave_up(self, path: str, anomaly: Anomaly, why: str) -> None: ...
     def ask_histograms(self, detected: int | None) -> None: ...
+    def explained(self, anomaly_id: str, hypotheses: tuple[Hypothesis, ...]) -> None: ...
 
 
 def sealing(
@@ -340,7 +358,8 @@ def sealing(
         notices = Notices(private(store), f"{run.run_id}/{run.attempt}", run.rank, run.world_size)
     if run.rank and notices is not None:
         return Follower(directory, pins, notices, to.ask_histograms)
-    return Sealer(directory, config, pins, to.sealed, to.gave_up, notices)
+    explainer = Explainer(directory, config.after, to.explained, pins.sync)
+    return Sealer(directory, config, pins, to.sealed, to.gave_up, notices, explainer)
 
 
 def _foreign(text: str, rank: int) -> Anomaly:
