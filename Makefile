@@ -15,6 +15,7 @@ help:
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation, into site/"
+	@echo "make screenshots   the documentation's pictures, from a demo; needs Chromium"
 	@echo "make dashboards   the checked-in W&B views, from trackbridge/panels.py"
 
 demo: $(VENV)/.all
@@ -34,6 +35,10 @@ docs: $(VENV)/.docs
 
 dashboards: $(VENV)/.dev
 	$(BIN)/python -m tests.reports.specs
+
+screenshots: $(VENV)/.dev
+	$(BIN)/trackbridge demo --dir demo-run
+	$(BIN)/python -m tests.browser.screenshots demo-run --out docs/images
 
 clean:
 	rm -rf $(VENV) site build dist demo-run

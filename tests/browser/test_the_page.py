@@ -137,7 +137,7 @@ def test_zooming_one_chart_zooms_all_and_everything_comes_back(watch: Opener, de
 def test_a_layer_opens_from_the_table_and_shows_its_statistics(watch: Opener, demo: Demo, run_file: str) -> None:
     watched = watch()
     tab = watched.open(run_file)
-    button = tab.locator("td[data-layer] button").nth(1)
+    button = tab.locator("td[data-layer] button", has_text="blocks.").nth(1)  # inside a module whose output is watched
     layer = button.inner_text()
     button.click()
     assert tab.locator("#layer-choice").input_value() == f"layer/{layer}"

@@ -39,7 +39,7 @@ function lineChart(host, lines, options = {}) {
       },
       axes: [
         { ...axis, size: 28, gap: 4, values: (_, ticks) => ticks.map((t) => (Number.isInteger(t) ? t.toLocaleString("en") : "")) },
-        { ...axis, size: 62, gap: 6, space: 32, values: (_, ticks) => ticks.map((t) => (t == null ? "" : show(t, unit))) },
+        { ...axis, grid: log ? { ...axis.grid, filter: decades } : axis.grid, size: 62, gap: 6, space: 32, values: (_, ticks) => ticks.map((t) => (t == null ? "" : show(t, unit))) },
       ],
       series: [{}, ...lines.map((line, i) => ({
         stroke: () => css(`--s${(i % 8) + 1}`),
@@ -48,9 +48,9 @@ function lineChart(host, lines, options = {}) {
         points: { show: (p) => p.data[0].length < 64, size: 5, stroke: () => css(`--s${(i % 8) + 1}`), fill: () => css("--card") },
       }))],
       hooks: {
-        drawAxes: [(p) => { if (options.marks !== false) drawMarks(p); }],
+        drawAxes: [(p) => { if (options.marks !== false) drawMarks(p, height > 140); }],
         draw: [(p) => shown.forEach((line) => drawBad(p, line.bad ?? []))],
-        setCursor: [(p) => { if (p.cursor.idx != null && p.cursor.event) view.point(p.data[0][p.cursor.idx]); read(); }],
+        setCursor: [(p) => { if (p.cursor.idx != null && pointed(p)) view.point(p.data[0][p.cursor.idx]); }],
         setSelect: [(p) => {
           if (!p.select.width) return;
           const first = p.posToVal(p.select.left, "x"), last = p.posToVal(p.select.left + p.select.width, "x");
@@ -63,7 +63,6 @@ function lineChart(host, lines, options = {}) {
     frame,
   );
   plot.over.addEventListener("dblclick", () => view.zoom(null));
-  plot.over.addEventListener("mouseleave", () => read());
   const resize = new ResizeObserver(() => {
     if (Math.abs(plot.width - frame.clientWidth) >= 1 && frame.clientWidth > 0) plot.setSize({ width: frame.clientWidth, height });
   });
@@ -89,7 +88,7 @@ function lineChart(host, lines, options = {}) {
     },
     follow(what) {
       if (what === "range") plot.setScale("x", { min: plot.data[0][0], max: plot.data[0][plot.data[0].length - 1] });
-      else if (view.step != null && !plot.cursor.event?.isTrusted) {
+      else if (view.step != null && !pointed(plot)) {
         const left = plot.valToPos(view.step, "x");
         plot.setCursor({ left, top: 0 }, false);
       }
@@ -98,9 +97,15 @@ function lineChart(host, lines, options = {}) {
     remove() { charts.delete(made); resize.disconnect(); plot.destroy(); },
   };
   charts.add(made);
-  read();
+  made.follow("step");
   return made;
 }
+
+/** Of the places on a logarithmic axis, the powers of ten. */
+const decades = (_, places) => places.map((v) => (Number.isInteger(+Math.log10(v).toFixed(9)) ? v : null));
+
+/** Whether the mouse is in the chart, which then leads. */
+const pointed = (plot) => plot.over.matches(":hover");
 
 const padded = (low, high) => (low == null ? [0, 1] : low === high ? [low - 1, high + 1] : [low, high]);
 
@@ -134,7 +139,7 @@ function spoken(lines, unit) {
   }).join("; ") || "empty chart";
 }
 
-function drawMarks(plot) {
+function drawMarks(plot, named) {
   const { ctx, bbox } = plot;
   const ratio = devicePixelRatio || 1;
   ctx.save();
@@ -153,6 +158,7 @@ function drawMarks(plot) {
     ctx.fillRect(left, bbox.top, right - left, bbox.height);
     ctx.fillStyle = css("--accent");
     ctx.fillRect(left, bbox.top, ratio, bbox.height);
+    if (!named) continue;
     const width = ctx.measureText(mark.label).width;
     const before = left - width - 6 * ratio;  // a label left of its band covers no data of the anomaly
     const x = before > Math.max(bbox.left, free) ? before : right + 6 * ratio;

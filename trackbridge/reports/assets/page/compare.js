@@ -35,7 +35,7 @@ function compare() {
     const rows = layersHere.map((layer) => row(layer, from, to));
     rows.sort((x, y) => y.rank - x.rank);
     all.hidden = everything;
-    const columns = ["layer", ...(shapes.steps.length ? ["KL of weights", "KL of gradients"] : []), "gradient norm", "weight norm"];
+    const columns = ["layer", ...(shapes.steps.length ? ["KL of weights", "KL of gradients"] : []), "gradient norm", "times", "weight norm", "times"];
     const body = (everything ? rows : rows.slice(0, MOST_COMPARED)).map((each) => el("tr", {},
       el("td", {}, el("button", { type: "button", class: "link", onclick: () => openLayer(`layer/${each.layer}`) }, each.layer)),
       ...each.cells.map((cell) => el("td", { class: "n" }, cell))));
@@ -52,7 +52,7 @@ function compare() {
     }
     for (const statistic of ["grad_norm", "weight_norm"]) {
       const one = local(layer, statistic, steps[from]), other = local(layer, statistic, steps[to]);
-      cells.push(one == null ? "–" : `${show(one)} → ${show(other)}  ${times(other / one)}`);
+      cells.push(one == null ? "–" : `${show(one)} → ${show(other)}`, one == null ? "" : times(other / one));
       if (Number.isNaN(rank)) rank = one > 0 && other > 0 ? Math.abs(Math.log(other / one)) : Number.isNaN(other) ? Infinity : -1;
     }
     return { layer, cells, rank };

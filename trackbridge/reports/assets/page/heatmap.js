@@ -36,8 +36,7 @@ function heatmap() {
     const shown = all.checked || names.length <= MOST_ROWS ? names : mostChanged(names, MOST_ROWS);
     const lines = shown.map((name) => {
       const { steps, values } = store.get(name);
-      const until = page.subject ? lowerBound(steps, page.subject.from) : values.length;
-      return { name, steps, values, far: scale(name, values.subarray(0, until || values.length)) };
+      return { name, steps, values, far: scale(name, usual(name)) };
     });
     rows.replaceChildren(...lines.map((line) => {
       const layer = parts(line.name)[1];
@@ -86,12 +85,12 @@ function heatmap() {
       ctx.fillRect(x, 0, 1.5 * ratio, canvas.height);
     }
     axis.replaceChildren(el("span", {}, `step ${Math.round(first).toLocaleString("en")}`), el("span", {}, Math.round(last).toLocaleString("en")));
-    const what = cells.signed ? ["− 12 sigma", "usual", "+ 12 sigma"] : ["÷16", "its usual size", "×16"];
+    const what = cells.signed ? ["−12 sigma", "+12 sigma"] : ["÷16", "×16"];
     legend.replaceChildren(el("span", {}, what[0]), ...[-4, -2, -1, 0, 1, 2, 4].map((v) => {
       const swatch = el("i");
       swatch.style.background = colour(v);
       return swatch;
-    }), el("span", {}, what[2]), el("span", { class: "soft" }, ` against the median ${page.subject ? "before the onset" : "of all steps"}; black: not finite.`));
+    }), el("span", {}, what[1]), el("span", { class: "soft" }, ` against the median ${page.subject ? "before the onset" : "of all steps"}; black: not finite.`));
     canvas.setAttribute("aria-label", `${title(choice.value)} of ${cells.lines.length} layers over steps ${Math.round(first)} to ${Math.round(last)}, as a heat map; the layers are the buttons before it`);
   }
 

@@ -32,10 +32,11 @@ class Shapes {
     return counts;
   }
 
-  /** Where the value `v` lies on the axis of bins. */
-  position(v) {
-    const edges = this.block.edges;
-    return lowerBound(edges, v) + (v < 0 ? 1 : v > 0 ? 1 : 0);
+  /** The bin of a value that is not zero. */
+  bin(v) {
+    const { edges, zero } = this.block;
+    const side = (edges.length >> 1) - 1 + lowerBound(edges.slice(edges.length >> 1), Math.abs(v) * (1 + 1e-12));
+    return v > 0 ? side + 1 : 2 * zero - side - 1;
   }
 
   /** A value that stands for a finite bin. */
@@ -124,48 +125,87 @@ function describeShape(now, then, before) {
   return `1% below ${low}, half below ${middle}, 99% below ${high}${far}${bad ? `, ${bad} not finite` : ""}.`;
 }
 
+const NEAR_ZERO = 0.005;  // the share of values that may be shown as one bar around zero
+const ZERO_BAR = 3;  // its width, in bins
+
+/** Which bins are drawn where: {first, last, inner, place(bin), width}. The bins around zero that hold next to nothing are one. */
+function scaleOf(all) {
+  const { zero, nonfinite } = shapes.block;
+  let first = Infinity, last = -Infinity;
+  for (const counts of all) for (let bin = 0; bin < nonfinite; bin += 1) if (counts[bin]) { first = Math.min(first, bin); last = Math.max(last, bin); }
+  if (first > last) return null;
+  const totals = all.map((counts) => counts.reduce((sum, count) => sum + count, 0));
+  const within = all.map((counts) => counts[zero]);
+  let inner = 0;  // bins on each side of zero's own that join it
+  for (;;) {
+    all.forEach((counts, i) => { within[i] += counts[zero - inner - 1] + counts[zero + inner + 1]; });
+    if (within.some((count, i) => count > NEAR_ZERO * totals[i]) || zero - inner - 1 <= 0) break;
+    inner += 1;
+  }
+  const low = Math.min(first, zero - inner), high = Math.max(last, zero + inner);
+  const left = zero - inner - low, width = left + ZERO_BAR + high - zero - inner;
+  /** The left edge of a bin. */
+  const place = (bin) => (bin < zero - inner ? bin - low : bin <= zero + inner ? left : left + ZERO_BAR + bin - zero - inner - 1);
+  return { low, high, inner, left, width, place };
+}
+
+/** The shares of `counts`, a bar each: [left edge, width, share]. */
+function bars(counts, scale) {
+  const { zero } = shapes.block;
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  const found = [];
+  let around = 0;
+  for (let bin = scale.low; bin <= scale.high; bin += 1) {
+    if (Math.abs(bin - zero) <= scale.inner) around += counts[bin];
+    else found.push([scale.place(bin), 1, counts[bin] / total]);
+  }
+  found.push([scale.left, ZERO_BAR, around / total]);
+  return found.sort((a, b) => a[0] - b[0]);
+}
+
 function drawShape(canvas, now, then) {
   const ratio = devicePixelRatio || 1, height = 150, foot = 22;
   const width = canvas.clientWidth || canvas.parentElement.clientWidth;
-  if (!width) return;
+  const all = [now, then].filter(Boolean);
+  const scale = all.length ? scaleOf(all) : null;
+  if (!width || !scale) return;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
   const ctx = canvas.getContext("2d");
   ctx.scale(ratio, ratio);
-  const all = [now, then].filter(Boolean);
-  let first = Infinity, last = -Infinity;
-  for (const counts of all) for (let bin = 0; bin < shapes.block.nonfinite; bin += 1) if (counts[bin]) { first = Math.min(first, bin); last = Math.max(last, bin); }
-  if (!all.length || first > last) return;
-  const total = (counts) => counts.reduce((sum, count) => sum + count, 0);
-  const most = Math.max(...all.map((counts) => Math.max(...counts.subarray(0, shapes.block.nonfinite)) / total(counts)));
-  const x = (bin) => (bin - first) / (last - first + 1) * width;
+  const drawn = all.map((counts) => bars(counts, scale));
+  const most = Math.max(...drawn.flat().map((bar) => bar[2]));
+  const x = (place) => place / scale.width * width;
   const y = (share) => (height - foot) * (1 - share / most * 0.94);
-  ctx.font = "11.5px system-ui, sans-serif";
+  drawTicks(ctx, scale, x, width, height, foot);
+  const path = (shown) => {
+    ctx.beginPath();
+    ctx.moveTo(x(0), height - foot);
+    for (const [place, wide, share] of shown) { ctx.lineTo(x(place), y(share)); ctx.lineTo(x(place + wide), y(share)); }
+    ctx.lineTo(x(scale.width), height - foot);
+  };
+  if (now) { path(drawn[0]); ctx.fillStyle = css("--fill"); ctx.fill(); ctx.strokeStyle = css("--s1"); ctx.lineWidth = 1.5; ctx.stroke(); }
+  if (then) { path(drawn[drawn.length - 1]); ctx.strokeStyle = css("--soft"); ctx.lineWidth = 1.25; ctx.setLineDash([4, 3]); ctx.stroke(); ctx.setLineDash([]); }
+}
+
+/** Powers of ten that fall on the axis, zero first. */
+function drawTicks(ctx, scale, x, width, height, foot) {
+  const { zero } = shapes.block;
+  ctx.font = "12px system-ui, sans-serif";
   ctx.textAlign = "center";
-  let free = -Infinity;
-  for (const v of [-100, -1, -0.01, -1e-4, -1e-6, 0, 1e-6, 1e-4, 0.01, 1, 100]) {
-    const bin = v === 0 ? shapes.block.zero + 0.5 : shapes.position(v) + (v < 0 ? -1 : 0) + (v < 0 ? 1 : 0);
-    if (bin < first || bin > last + 1) continue;
-    const at = x(bin), words = show(v), half = ctx.measureText(words).width / 2;
+  const taken = [];
+  const powers = [0, -1, -2, -3, -4, -5, -6, -7, -8, 1, 2, 3, 4];
+  for (const v of [0, ...powers.flatMap((power) => [10 ** power, -(10 ** power)])]) {
+    const bin = v === 0 ? zero : shapes.bin(v);
+    if (bin < scale.low || bin > scale.high || (v !== 0 && Math.abs(bin - zero) <= scale.inner)) continue;
+    const at = x(v === 0 ? scale.left + ZERO_BAR / 2 : scale.place(bin) + 0.5);
+    const words = v === 0 && scale.inner ? `±${show(+shapes.center(zero + scale.inner).toPrecision(1))}` : show(v);
+    const half = ctx.measureText(words).width / 2, place = clamp(at, half, width - half);
+    if (taken.some(([low, high]) => place + half + 10 > low && place - half - 10 < high)) continue;
+    taken.push([place - half, place + half]);
     ctx.fillStyle = css("--grid");
     ctx.fillRect(at, 0, 1, height - foot);
-    const place = clamp(at, half, width - half);
-    if (place - half < free) continue;
     ctx.fillStyle = css("--soft");
     ctx.fillText(words, place, height - 6);
-    free = place + half + 8;
   }
-  const path = (counts, close) => {
-    const sum = total(counts);
-    ctx.beginPath();
-    ctx.moveTo(x(first), height - foot);
-    for (let bin = first; bin <= last; bin += 1) {
-      ctx.lineTo(x(bin), y(counts[bin] / sum));
-      ctx.lineTo(x(bin + 1), y(counts[bin] / sum));
-    }
-    ctx.lineTo(x(last + 1), height - foot);
-    if (close) ctx.closePath();
-  };
-  if (now) { path(now, true); ctx.fillStyle = css("--fill"); ctx.fill(); ctx.strokeStyle = css("--s1"); ctx.lineWidth = 1.5; ctx.stroke(); }
-  if (then) { path(then, false); ctx.strokeStyle = css("--soft"); ctx.lineWidth = 1.25; ctx.setLineDash([4, 3]); ctx.stroke(); ctx.setLineDash([]); }
 }

@@ -24,6 +24,7 @@ function navigation() {
   links.forEach((link) => { const target = byId(link.hash.slice(1)); if (target) seen.observe(target); });
 }
 
+view.step = page.subject?.from ?? null;
 timeline();
 heatmap();
 layers();

@@ -59,24 +59,29 @@ function mostChanged(names, count) {
   return names.filter((name) => scored.includes(name));
 }
 
+/** The values that a layer is compared with: up to 256 points before the subject, or everything. */
+function usual(name) {
+  const { steps, values } = store.get(name);
+  const until = page.subject ? lowerBound(steps, page.subject.from) : 0;
+  return until ? values.subarray(Math.max(0, until - 256), until) : values;
+}
+
 function change(name) {
   const { steps, values } = store.get(name);
-  const onset = page.subject?.from ?? Infinity;
-  const from = lowerBound(steps, onset - 0.5);
-  const usual = scale(name, values.subarray(Math.max(0, from - 256), from || values.length));
-  const after = page.subject ? values.subarray(from, lowerBound(steps, page.subject.to + 1.5)) : values;
+  const far = scale(name, usual(name));
+  const after = page.subject ? values.subarray(lowerBound(steps, page.subject.from), lowerBound(steps, page.subject.to + 1.5)) : values;
   let most = 0;
-  for (const v of after) { const far = Math.abs(usual(v)); if (far > most) most = far; }
+  for (const v of after) { const distance = Math.abs(far(v)); if (distance > most) most = distance; }
   return most;
 }
 
 const SIGNED = new Set(["mean", "kurtosis", "nonfinite", "grad_nonfinite"]);
 
 /** How far a value is from the usual ones: in doublings for sizes, in robust sigmas for what may be zero or negative. */
-function scale(name, usual) {
-  const middle = median(usual);
+function scale(name, before) {
+  const middle = median(before);
   if (!SIGNED.has(parts(name)[2]) && middle > 0) return (v) => (v > 0 ? Math.log2(v / middle) : NaN);
-  const spread = 1.4826 * median(Array.from(usual, (v) => Math.abs(v - middle))) || Math.abs(middle) / 10 || 1;
+  const spread = 1.4826 * median(Array.from(before, (v) => Math.abs(v - middle))) || Math.abs(middle) / 10 || 1;
   return (v) => (v - middle) / spread / 3;
 }
 

@@ -23,7 +23,10 @@ function show(value, unit = "") {
   if (Number.isNaN(value)) return "not finite";
   if (unit === "B") return scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
   const size = Math.abs(value);
-  if (size !== 0 && (size >= 1e6 || size < 1e-4)) return value.toExponential(2).replace("e+", "e").replace("-", "−").replace("e-", "e−");
+  if (size !== 0 && (size >= 1e6 || size < 1e-4)) {
+    const power = Math.floor(Math.log10(size));
+    return `${+(value / 10 ** power).toPrecision(3)}e${power}`.replaceAll("-", "−");
+  }
   return String(+value.toPrecision(4)).replace("-", "−");
 }
 
