@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from trackbridge._version import __version__
 from trackbridge.cli.demo import demo
+from trackbridge.cli.diff import diff
 from trackbridge.cli.doctor import doctor
 from trackbridge.cli.export import export
 from trackbridge.cli.pull import pull
@@ -60,5 +61,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, scan, view, sync, export, pull, replay, rollback, report, doctor):
+for command in (demo, runs, show, diff, scan, view, sync, export, pull, replay, rollback, report, doctor):
     app.command()(command)

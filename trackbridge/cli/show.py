@@ -21,6 +21,7 @@ SERIES = ("train/loss", "grad/norm", "train/lr", "perf/tokens_per_s", "optim/upd
 def show(
     reference: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a run's id or name.")],
     folder: Annotated[Path, typer.Option("--dir", help="Where to look for ids and names.")] = Path("runs"),
+    findings: Annotated[bool, typer.Option("--findings", help="What deserves a look, ranked.")] = False,
     json: Json = False,
 ) -> None:
     """Show one run: its loss, its anomalies, and how far each tracker is."""
@@ -31,10 +32,31 @@ def show(
             warnings.simplefilter("ignore", RuntimeWarning)  # the damage is on the page
             record = load(find_run(reference, folder))
         backends = shipper.status(record.path)
-    if json:
+    if findings:
+        _findings(record, json)
+    elif json:
         emit(_plain(record, backends))
     else:
         _print(record, backends)
+
+
+def _findings(record: RunRecord, json: bool) -> None:
+    from rich.table import Table
+
+    from trackbridge.findings import findings
+
+    found = findings(record)
+    if json:
+        emit({"run": record.info.run_id, "findings": [asdict(finding) for finding in found]})
+        return
+    out = console()
+    out.print(f"[bold]{plain(record.info.name)}[/]: {len(found)} finding{'' if len(found) == 1 else 's'}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in found:
+        color = "red" if finding.severity >= 0.7 else "yellow" if finding.severity >= 0.35 else "dim"
+        advice = f"\n[dim]{plain(finding.advice)}[/]" if finding.advice else ""
+        table.add_row(f"[{color}]{finding.severity:.2f}[/]", finding.about, f"{plain(finding.what)}{advice}")
+    out.print(table)
 
 
 def _plain(record: RunRecord, backends: list[BackendStatus]) -> dict[str, Any]:

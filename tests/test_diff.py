@@ -1,0 +1,178 @@
+"""`diff` and `show --findings` on real recorded runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import trackbridge
+from tests.training import Model, loader, seed_everything
+from trackbridge.cli import app
+from trackbridge.diff import diff, facts
+from trackbridge.findings import findings
+from trackbridge.rundir import RunDirectory
+
+STEPS = 24
+FAULT = 14
+
+
+def record(folder: Path, name: str, *, seed: int = 0, lr: float = 1e-2, swap: bool = False, nudge: bool = False) -> Path:
+    """A short run. `swap`: the batches of step FAULT and the next change places; `nudge`: one weight of the second block is
+    moved before step FAULT."""
+    seed_everything(seed)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    batches = [batch for _ in range(2) for batch in loader()]
+    if swap:
+        batches[FAULT], batches[FAULT + 1] = batches[FAULT + 1], batches[FAULT]
+    run = trackbridge.init(dir=folder, id=name, config={"lr": lr, "model": {"depth": 2}}, parameters={"weights_every": 5})
+    run.watch(model, optimizer)
+    for step, (tokens,) in enumerate(run.batches(batches[:STEPS])):
+        if nudge and step == FAULT:
+            with torch.no_grad():
+                model.blocks[1].up.weight[0, 0] += 1e-3
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss, tokens=tokens.numel())
+    run.finish()
+    return run.dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diff") / "runs"
+    record(folder, "plain")
+    record(folder, "again")
+    record(folder, "swapped", swap=True)
+    record(folder, "nudged", nudge=True)
+    record(folder, "other", seed=1, lr=2e-2)
+    return folder
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_run_and_its_repetition_are_the_same(folder: Path) -> None:
+    found = diff(folder / "plain", folder / "again")
+    assert found.same and found.split is None and found.data.first is None and found.config == []
+    assert found.steps == STEPS and found.data.compared == STEPS and found.series > 50
+    said = call("diff", folder / "plain", folder / "again")
+    assert said.exit_code == 0 and "equal to the bit" in said.output and "the same batches in all 24 steps" in said.output
+
+
+def test_swapped_batches_are_named_as_such(folder: Path) -> None:
+    found = diff(folder / "plain", folder / "swapped")
+    assert not found.same and found.data.first == FAULT and found.data.same_elsewhere == 2
+    assert found.split is not None and found.split.step == FAULT and found.split.stage == "forward"
+    said = call("diff", folder / "plain", folder / "swapped").output
+    assert "2 of them are batches the other run had at another step" in said
+
+
+def test_a_weight_that_moved_is_found_in_its_layer(folder: Path) -> None:
+    found = diff(folder / "plain", folder / "nudged")
+    assert found.data.first is None and found.config == []
+    assert found.split is not None and (found.split.step, found.split.layer) == (FAULT, "blocks.1")
+    said = call("diff", folder / "plain", folder / "nudged")
+    assert said.exit_code == 1 and f"they part at step {FAULT}, first in layer blocks.1 (forward)" in said.output
+
+
+def test_other_settings_other_seed(folder: Path) -> None:
+    found = diff(folder / "plain", folder / "other")
+    assert found.config == [("lr", 1e-2, 2e-2)] and found.data.rng == 0
+    assert found.split is not None and found.split.step == 0
+    assert found.apart is not None and found.apart.series == "train/loss"
+    said = json.loads(call("diff", "plain", "other", "--dir", folder, "--json").stdout)
+    assert said["config"] == [["lr", 1e-2, 2e-2]] and said["same"] is False and said["split"]["step"] == 0
+
+
+def test_runs_without_contexts_or_loss_are_compared_as_far_as_they_go(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder / "plain", bare)
+    shutil.rmtree(bare / "rank-0000" / "contexts")
+    (bare / "provenance.json").unlink()
+    found = diff(folder / "plain", bare)
+    assert found.data.compared == 0 and found.split is None and found.provenance
+    assert "not comparable" in call("diff", folder / "plain", bare).output
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    said = call("diff", tmp_path, tmp_path)
+    assert said.exit_code == 2 and len(said.output.strip().splitlines()) == 1
+
+
+def test_facts_of_trees() -> None:
+    assert list(facts({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": {}})) == [
+        ("a.c", 2, 5), ("d", 3, None), ("e", None, {})
+    ]  # fmt: skip
+
+
+# -- findings
+
+
+def test_findings_are_ranked_and_shown(folder: Path, tmp_path: Path) -> None:
+    record = trackbridge.load(folder / "plain")
+    found = findings(record)
+    assert [f.severity for f in found] == sorted((f.severity for f in found), reverse=True)
+    said = call("show", folder / "plain", "--findings")
+    assert said.exit_code == 0 and f"{len(found)} finding" in said.output
+    listed = json.loads(call("show", folder / "plain", "--findings", "--json").stdout)
+    assert [f["what"] for f in listed["findings"]] == [f.what for f in found]
+
+
+def test_every_rule_speaks_when_it_should(tmp_path: Path) -> None:
+    """A run with much amiss: killed, slow data, lost rows, skipped updates, a module that falls silent, a NaN."""
+    run = trackbridge.init(dir=tmp_path, id="bad", backend=None)
+    directory = RunDirectory(run.dir)
+    run.finish()
+    shutil.rmtree(directory.rows())
+    file = directory.read()
+    gone = file.attempts[0].model_copy(update={"number": 1, "pid": 2**22 - 1})
+    directory.write(file.model_copy(update={"attempts": [*file.attempts, gone]}))
+    _rows(directory)
+    directory.provenance.write_text(
+        json.dumps({
+            "hardware": {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 1000}]},
+            "torch": {"cudnn_benchmark": True, "deterministic_algorithms": False, "matmul_allow_tf32": True},
+        })
+    )  # fmt: skip
+    record = trackbridge.load(run.dir)
+    said = " | ".join(finding.what for finding in findings(record))
+    for words in (
+        "the run was killed", "5 rows were dropped", "40 of 300 updates were skipped", "30% of the time went into waiting",
+        "modules not seen any more after step 99: block", "gradients were clipped in 100% of the steps, to 0.5",
+        "device memory was 97% full", "TF32", "cudnn.benchmark", "deterministic algorithms are off", "no git repository",
+        "nonfinite in train/loss", "between two attempts changed: torch.version: 2.9 -> 2.10", "trackbridge itself took 5.0%",
+    ):  # fmt: skip
+        assert words in said, words
+    assert findings(record)[0].what.startswith("nonfinite")
+
+
+def _rows(directory: RunDirectory) -> None:
+    import numpy as np
+
+    from trackbridge.journal import JournalWriter
+    from trackbridge.records import Anomaly, Params, Row, Schema
+
+    values = {
+        "train/loss": 2.0, "grad/norm": 2.0, "grad/norm_clipped": 1.0, "optim/applied": 260.0, "optim/skipped": 40.0,
+        "perf/step_s": 1.0, "perf/fetch_s": 0.3, "mem/reserved_bytes": 970.0, "trackbridge/rows_dropped": 5.0,
+        "trackbridge/overhead_share": 0.05, "act/block/rms": 1.0,
+    }  # fmt: skip
+    writer = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=5.0)
+    for step in range(300):
+        names = tuple(name for name in values if step < 100 or name != "act/block/rms")
+        writer.append(Row(-1, step, 1000.0 + step, 0, Schema(names), np.array([values[name] for name in names])))
+    writer.append(Anomaly("0-7-nonfinite", "nonfinite", 7, 7, 1.0, "train/loss", float("nan"), 2.0, float("inf")))
+    for version in ("2.9", "2.10"):
+        writer.append(Params(-1, 1000.0, {"provenance": {"torch": {"version": version}}}))
+    writer.close()
