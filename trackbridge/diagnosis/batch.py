@@ -29,7 +29,7 @@ _FEATURES = 4096
 _TARGET = re.compile(r"(^|[._/\[\]'])(y|labels?|targets?|tgt|answers?|class(es)?)([._/\[\]']|$)", re.IGNORECASE)
 _FLOATS = {"mean": 0.05, "std": 0.03, "largest": 0.15}  # of the usual standard deviation: smaller changes are no news
 
-_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "pairs": 0.01, "profile": 0.05}
+_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "pairs": 0.01}
 _LEARNED = ("new", "pairs", "profile")
 _SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "profile")
 
@@ -100,7 +100,7 @@ class Batches:
             spread = self.usual(tensor, "std")
             least = _FLOATS[key] * (float(np.median(spread)) if len(spread) else usual)
         else:
-            least = _LEASTS.get(key, max(0.01 * usual, 1.0))
+            least = _LEASTS.get(key, 0.03 * usual if key == "profile" else max(0.01 * usual, 1.0))
         return max(1.4826 * float(np.median(np.abs(before - np.median(before)))), least, 1e-12)
 
     @cached_property
