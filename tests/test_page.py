@@ -249,6 +249,17 @@ def test_equal_steps_are_carried_once() -> None:
     assert len(packed["grids"]) == 1
 
 
+def test_flickering_infinities_and_endless_names_are_bounded_too() -> None:
+    steps = np.arange(20_000)
+    flicker = np.where(steps % 2, 1.0, np.inf)
+    found = SeriesBlock()
+    packed = found.pack({"a": (steps, flicker), "layer/a/grad_norm": (steps, flicker), "x" * 10**6: (steps, flicker)})
+    assert found.left_out == 1 and len(json.dumps(packed)) < 200_000
+    for name in packed["series"]:
+        _, _, bad = unpack(packed, name)
+        assert bad[0][0] == 0 and bad[-1][1] == 19_998, "none is outside a span"
+
+
 @pytest.mark.parametrize("count", [20, 2000])
 def test_the_size_of_a_page_is_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed, "ALL_WIDE_POINTS", 60_000)  # the bound is what is tested, not its size

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,43 +18,12 @@ import numpy as np
 import pytest
 
 from tests.browser.conftest import Opener
+from tests.recordings import NAMES, Trainer
 from trackbridge.errors import UsageError
-from trackbridge.journal import JournalWriter
-from trackbridge.records import Anomaly, Row, RunEnd, Schema
+from trackbridge.records import Row
 from trackbridge.reports import live
 from trackbridge.reports.live import LiveRun
 from trackbridge.reports.server import LiveServer
-from trackbridge.rundir import Attempt, RunDirectory, RunFile
-
-NAMES = Schema(("train/loss", "grad/norm", "layer/head.weight/grad_norm"))
-
-
-class Trainer:
-    """Writes a run's journal as a trainer would, without one. Its attempt is alive as long as this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.directory = RunDirectory(folder)
-        attempt = Attempt(number=0, start_step=0, time=time.time(), pid=os.getpid(), host=socket.gethostname())
-        self.directory.write(RunFile(project="p", run_id="live", name="live", created=1.7e9, attempts=[attempt]))
-        self.writer = JournalWriter(self.directory.rows(0), segment_bytes=1 << 20, fsync_seconds=60)
-        self.step = 0
-
-    def train(self, steps: int, value: float = 2.0) -> None:
-        for _ in range(steps):
-            self.writer.append(Row(-1, self.step, 1.7e9, 0, NAMES, np.array([value, 1.0, 0.5])))
-            self.step += 1
-        self.writer.sync()
-
-    def spike(self) -> None:
-        at = self.step
-        self.train(3, 9.0)
-        first = ("train/loss", at)
-        self.writer.append(Anomaly("a", "spike", at, at, 0.9, "train/loss", 9.0, 2.0, 40.0, first, (first,), time=1.7e9))
-        self.writer.sync()
-
-    def finish(self) -> None:
-        self.writer.append(RunEnd(-1, 1.7e9, "finished"))
-        self.writer.close()
 
 
 class Clock:

@@ -14,8 +14,6 @@ Series: TypeAlias = tuple[Steps, Values]
 Span: TypeAlias = tuple[int, int]
 """The first and the last step of something, both included."""
 
-NONFINITE_SPANS = 4096
-
 
 def decimate(steps: Steps, values: Values, limit: int, windows: Sequence[Span] = ()) -> Series:
     """About `limit` of the points (at least 2): of each of ``limit // 2`` buckets of consecutive points the least and the
@@ -44,7 +42,7 @@ def decimate(steps: Steps, values: Values, limit: int, windows: Sequence[Span] =
     return steps[keep], values[keep]
 
 
-def nonfinite_spans(steps: Steps, values: Values, limit: int = NONFINITE_SPANS) -> list[Span]:
+def nonfinite_spans(steps: Steps, values: Values, limit: int) -> list[Span]:
     """Where the series is NaN or infinite: spans of recorded steps, ascending, at most `limit` of them.
 
     Every non-finite step is inside a span. Spans are exact (nothing but non-finite values in them) unless there are more

@@ -18,6 +18,8 @@ POINTS, ALL_POINTS = 4000, 600_000
 WIDE_POINTS, ALL_WIDE_POINTS = 800, 600_000
 """The same for layers' series."""
 LEAST_POINTS = 96
+LEAST_SPANS = 8  # of steps that were not finite
+LONGEST_NAME = 400
 
 _FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -46,7 +48,7 @@ class SeriesBlock:
         windows: dict[int, list[Span]] = {}
         for wide, each, total in ((False, POINTS, ALL_POINTS), (True, WIDE_POINTS, ALL_WIDE_POINTS)):
             names = [name for name in series if is_wide(name) == wide]
-            shown = names[: total // LEAST_POINTS]
+            shown = [name for name in names if len(name) <= LONGEST_NAME][: total // LEAST_POINTS]
             self.left_out += len(names) - len(shown)
             limit = min(each, total // max(1, len(shown)))
             windows[limit] = self._fitting(limit)
@@ -73,8 +75,9 @@ class SeriesBlock:
         kept_steps, kept = decimate(steps, values, limit, windows)
         if len(kept) < len(values):
             self.decimated = max(self.decimated, len(values))
+        spans = [list(span) for span in nonfinite_spans(steps, values, max(LEAST_SPANS, limit // 4))]
         numbers = np.where(np.isfinite(kept), np.clip(kept, -_FLOAT32, _FLOAT32), np.nan).astype("<f4")
-        return [self._grid(kept_steps), base64_of(numbers), [list(span) for span in nonfinite_spans(steps, values)]]
+        return [self._grid(kept_steps), base64_of(numbers), spans]
 
     def _grid(self, steps: npt.NDArray[Any]) -> int:
         """The number of a steps array. Ascending steps are their first one and uint16 differences where those fit."""

@@ -13,6 +13,7 @@ import numpy as np
 
 LONGEST = 400
 """Characters of one cell, name or sentence; what a run calls its things has no bound of its own."""
+MOST_ROWS = 500
 _HEADINGS = 2  # levels that a Markdown text's headings go down, to fit under the page's own
 
 
@@ -54,7 +55,7 @@ def table(found: Table) -> str:
     head = "".join(
         f'<th scope="col"{" class=n" if r else ""}>{text(c)}</th>' for c, r in zip(found.columns, right, strict=True)
     )
-    rows = "".join(f"<tr>{_cells(row, right, found.layers)}</tr>" for row in found.rows)
+    rows = "".join(f"<tr>{_cells(row, right, found.layers)}</tr>" for row in found.rows[:MOST_ROWS])
     title = text(found.title)
     return (
         f'<div class=scroll tabindex=0 role=region aria-label="{title}"><table><caption>{title}</caption>'
