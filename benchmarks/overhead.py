@@ -122,6 +122,7 @@ class Case:
     data: list[Tensor]
     autocast: bool
     run: Any = None
+    held: int = 0  # bytes of device memory that watching took at once
     before_step: Callable[[Tensor], None] = lambda loss: None
     times: list[float] = field(default_factory=list)
     steps: int = 0
@@ -162,11 +163,13 @@ def make(name: str, device: str, mode: str, data: list[Tensor], settings: dict[s
     model = twin(GPT2 if device == "cuda" else Demo)().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device == "cuda")
     run = None
+    held = torch.cuda.memory_allocated()
     if settings is not None:
         run = trackbridge.init(dir=folder, strict=True, **settings)
         run.watch(model, optimizer)
+    held = torch.cuda.memory_allocated() - held
     forward: Any = model if mode == "eager" else torch.compile(model, mode=None if mode == "compiled" else mode)
-    return Case(name, model, forward, optimizer, data, device == "cuda", run)
+    return Case(name, model, forward, optimizer, data, device == "cuda", run, held)
 
 
 def naive(case: Case) -> None:
@@ -300,7 +303,7 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
             for _ in range(11):
                 case.step()
             wait(data[0])
-            memory[name] = torch.cuda.max_memory_allocated() - base
+            memory[name] = case.held + torch.cuda.max_memory_allocated() - base
         from torch._dynamo.utils import counters
 
         graphs = counters["stats"]["unique_graphs"]

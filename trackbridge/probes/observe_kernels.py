@@ -26,7 +26,6 @@ from torch.library import triton_op, wrap_triton
 from trackbridge.probes.kernels import is_dense, on, power_of_two
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAMS = 1024  # cells of a site, at most
 FIELDS = 8  # as the columns of `moments`
 ROWS = 512  # vectors in a block
 WARPS = 8
@@ -36,7 +35,7 @@ WIDE = 256  # least length of rows for which their moments are much smaller than
 DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 """A compiled kernel can be launched as `observe` does: it takes all arguments, constants among them."""
 MOST_LAUNCHES = 4096
-_launches: dict[tuple[Any, ...], tuple[Any, int]] = {}
+_launches: dict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = {}
 """Compiled kernels by all that they are specialised on: to find that out anew takes longer than to launch them."""
 
 
@@ -177,36 +176,38 @@ def _observe_rows(
 
 
 @triton.jit
-def _collect(cells, row, PROGRAMS: tl.constexpr, FIELDS: tl.constexpr):
+def _collect(cells, row, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """One program for each site: merge its cells into its row of the slab, and empty them."""
     site = tl.program_id(0)
-    cell = cells + site.to(tl.int64) * FIELDS * PROGRAMS + tl.arange(0, PROGRAMS)
+    at = tl.arange(0, BLOCK)
+    inside = at < PROGRAMS
+    cell = cells + site.to(tl.int64) * FIELDS * PROGRAMS + at
     row += site * FIELDS
-    c = tl.load(cell)
-    fires = tl.max(tl.load(cell + 7 * PROGRAMS), 0)
+    fires = tl.max(tl.load(cell + 7 * PROGRAMS, mask=inside, other=0.0), 0)
     if fires > 0:
-        mean = tl.load(cell + PROGRAMS)
-        m2 = tl.load(cell + 2 * PROGRAMS)
-        m3 = tl.load(cell + 3 * PROGRAMS)
-        m4 = tl.load(cell + 4 * PROGRAMS)
-        largest = tl.max(tl.load(cell + 5 * PROGRAMS), 0)
-        bads = tl.sum(tl.load(cell + 6 * PROGRAMS), 0)
+        c = tl.load(cell, mask=inside, other=0.0)
+        mean = tl.load(cell + PROGRAMS, mask=inside, other=0.0)
+        m2 = tl.load(cell + 2 * PROGRAMS, mask=inside, other=0.0)
+        m3 = tl.load(cell + 3 * PROGRAMS, mask=inside, other=0.0)
+        m4 = tl.load(cell + 4 * PROGRAMS, mask=inside, other=0.0)
+        largest = tl.max(tl.load(cell + 5 * PROGRAMS, mask=inside, other=0.0), 0)
+        bads = tl.sum(tl.load(cell + 6 * PROGRAMS, mask=inside, other=0.0), 0)
         nb = tl.sum(c, 0)
         mean_b = tl.sum(c * mean, 0) / tl.maximum(nb, 1.0)
         d = tl.where(c > 0, mean - mean_b, 0.0)
         d2 = d * d
-        zero = tl.zeros([PROGRAMS], tl.float64)
+        zero = tl.zeros([BLOCK], tl.float64)
         m2b, m3b, m4b, _ = tl.reduce(
             (m2 + c * d2, m3 + 3 * d * m2 + c * d2 * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2 * d2, zero), 0, _add4
         )
         _deposit(row, 1, nb, mean_b, m2b, m3b, m4b, largest, bads, fires)
         for field in tl.static_range(FIELDS):
-            tl.store(cell + field * PROGRAMS, zero)
+            tl.store(cell + field * PROGRAMS, zero, mask=inside)
 
 
 def cells_for(sites: int, device: torch.device) -> Tensor:
-    """Empty cells of `sites` sites, float64, shape (sites, FIELDS, PROGRAMS). Their address never changes."""
-    cells = torch.zeros(sites, FIELDS, PROGRAMS, dtype=torch.float64, device=device)
+    """Empty cells of `sites` sites, float64, shape (sites, FIELDS, programs). Their address never changes."""
+    cells = torch.zeros(sites, FIELDS, _wave(device), dtype=torch.float64, device=device)
     torch._dynamo.mark_static_address(cells)
     return cells
 
@@ -221,15 +222,15 @@ def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> Non
     with on(device):
         if known is None:
             vector = 16 // y.element_size()
-            grid = (_programs(n, vector, device), 1, 1)
-            compiled = _observe[grid](y, cells, slab, n, site, gate, FIELDS, PROGRAMS, ROWS, vector, num_warps=WARPS)
+            grid = (min(triton.cdiv(n, ROWS * vector), cells.shape[2]), 1, 1)
+            compiled = _observe[grid](y, cells, slab, n, site, gate, FIELDS, cells.shape[2], ROWS, vector, num_warps=WARPS)
             if DIRECT:
                 if len(_launches) >= MOST_LAUNCHES:
                     _launches.clear()
-                _launches[key] = compiled[grid], vector
+                _launches[key] = compiled[grid], (FIELDS, cells.shape[2], ROWS, vector)
         else:
-            launch, vector = known
-            launch(y, cells, slab, n, site, gate, FIELDS, PROGRAMS, ROWS, vector)
+            launch, constants = known
+            launch(y, cells, slab, n, site, gate, *constants)
 
 
 @triton_op("trackbridge::observe_triton", mutates_args={"cells"})
@@ -237,8 +238,9 @@ def observe_traced(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int)
     """`observe` inside a graph."""
     n = y.numel()
     vector = 16 // y.element_size()
-    wrap_triton(_observe)[(_programs(n, vector, y.device),)](
-        y.contiguous(), cells, slab, n, site, gate, FIELDS=FIELDS, PROGRAMS=PROGRAMS, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
+    programs = cells.shape[2]
+    wrap_triton(_observe)[(min(triton.cdiv(n, ROWS * vector), programs),)](
+        y.contiguous(), cells, slab, n, site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
     )
 
 
@@ -248,10 +250,10 @@ def observe_rows(
     width: int, cells: Tensor, slab: Tensor, site: int, gate: int,
 ) -> None:  # fmt: skip
     """Merge the moments of rows, each argument of shape (rows,), into the cells of `site`."""
-    rows = mean.numel()
-    wrap_triton(_observe_rows)[(min(triton.cdiv(rows, FEW), PROGRAMS),)](
+    rows, programs = mean.numel(), cells.shape[2]
+    wrap_triton(_observe_rows)[(min(triton.cdiv(rows, FEW), programs),)](
         mean, size, squares, cubes, fourths, peak, bad, cells, slab, rows, width, site, gate,
-        FIELDS=FIELDS, PROGRAMS=PROGRAMS, ROWS=FEW, num_warps=WARPS,
+        FIELDS=FIELDS, PROGRAMS=programs, ROWS=FEW, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -274,17 +276,15 @@ def trace(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
 
 def collect(cells: Tensor, slab: Tensor, offset: int) -> None:
     """Merge the cells of all sites into their rows of `slab`, from `offset`, and empty them."""
+    programs = cells.shape[2]
     with on(slab.device):
-        _collect[(len(cells),)](cells, slab[offset:], PROGRAMS=PROGRAMS, FIELDS=FIELDS, num_warps=WARPS)
-
-
-def _programs(n: int, vector: int, device: torch.device) -> int:
-    """At most one wave, so that no program waits for another to end."""
-    blocks: int = triton.cdiv(n, ROWS * vector)
-    return min(blocks, _wave(device))
+        _collect[(len(cells),)](
+            cells, slab[offset:], FIELDS=FIELDS, PROGRAMS=programs, BLOCK=triton.next_power_of_2(programs), num_warps=WARPS
+        )
 
 
 @cache
 def _wave(device: torch.device) -> int:
+    """Programs that a device runs at once, so that none waits for another to end."""
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(PROGRAMS, PER_MULTIPROCESSOR * processors)
+    return PER_MULTIPROCESSOR * processors
