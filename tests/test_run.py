@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
@@ -446,3 +447,17 @@ def test_checkpoints_are_in_the_record(tmp_path: Path) -> None:
         run.checkpoint_saved("ckpt/1.pt", 1)
     saved = [p.values["checkpoint"] for p in trackbridge.load(run.dir).params if "checkpoint" in p.values]
     assert saved == [{"path": str(Path("ckpt/1.pt").absolute()), "step": 1}]
+
+
+def test_a_step_number_that_comes_again_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trackbridge.init(dir=tmp_path, strict=True)
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        for step in (0, 1, 2, 2, 1, 5):
+            run.step(loss=float(step) + len(caplog.records), step=step)
+        run.load_state_dict({"step": 3})
+        run.step(loss=9.0)
+        run.finish()
+    said = [record.message for record in caplog.records if "came after" in record.message]
+    assert len(said) == 1 and "step 2 came after step 2" in said[0] and "the later row is shown" in said[0]
+    steps, losses = trackbridge.load(run.dir).series("train/loss")
+    assert steps.tolist() == [0, 1, 2, 3, 5] and losses[2] == 2.0 and losses[1] == 2.0

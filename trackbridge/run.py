@@ -96,17 +96,32 @@ def init(
         "resume": resume, "tags": tags, "group": group, "join": join,
     }  # fmt: skip
     merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
-    backends = resolve(merged.backend)
+    backends = [*resolve(merged.backend), *_alerts(merged)]
     ranks = Ranks.current()
     if ranks.leader:
         backends = _met(backends, join=merged.join)
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a mapping of your hyperparameters, not {type(config).__name__}; try vars(config)")
     directory, info = attempts.begin(merged, ranks, backends, config or {})
-    served = resolve(directory.read().backends) if ranks.leader else []
+    secretive = {backend.kind: backend for backend in _alerts(merged)}  # run.json does not know the addresses
+    known = [secretive.get(one.kind, one) for one in resolve(directory.read().backends)] if ranks.leader else []
+    served = [one for one in known if one.ready()]
     for backend_config in backends if ranks.leader else ():
         backend_config.introduce(info)
     return Run(merged, directory, info, served, dict(config or {}))
+
+
+def _alerts(settings: TrackbridgeConfig) -> list[BackendConfig]:
+    """The backend that sends alerts, if there is somebody to send them to. Raises `ConfigError` for what is no address."""
+    alerts = settings.alerts
+    if not alerts.urls:
+        return []
+    from trackbridge.backends.alerts import AlertsConfig
+
+    given = {name: getattr(alerts, name) for name in ("severity", "cooldown", "per_hour")}
+    config = AlertsConfig(**given)
+    config.check()
+    return [config.to([url.get_secret_value() for url in alerts.urls])]
 
 
 def _met(backends: Sequence[BackendConfig], *, join: bool) -> list[BackendConfig]:
@@ -156,6 +171,7 @@ class Run:
         self._watching = False
         self._accepted: set[str] = set()  # public methods that were called as they should be
         self._complained = False
+        self._went_back = False
         self._ended = False
         self._rows_dropped = 0
         self._models: dict[str, nn.Module] = {}
@@ -410,6 +426,14 @@ class Run:
         batch_index: int | None,
         sample_ids: Sequence[int | str] | None,
     ) -> None:
+        if number < self._step and not self._went_back:
+            self._went_back = True
+            logger.warning(
+                "trackbridge: step %d came after step %d; of a step that was closed twice the later row is shown. After a "
+                "rollback this is right; else pass growing numbers to run.step(step=...)",
+                number,
+                self._step - 1,
+            )
         host: dict[str, float] = {}
         for name, value in given.items():
             if isinstance(value, Tensor):

@@ -94,10 +94,7 @@ def bring(files: Sequence[RemoteFile], destination: Path, what: str, *, max_byte
     Raises `CapsuleError` for a path that leaves the folder or a file of no known kind, for more than `max_bytes` in all, and
     for a file that is not what the manifest says; `what` names the capsule.
     """
-    wanted = sorted(
-        (file for file in files if not any(part.startswith(".") for part in file.name.split("/"))),
-        key=lambda file: file.name != MANIFEST,
-    )
+    wanted = sorted((file for file in files if not _hidden(file.name)), key=lambda file: file.name != MANIFEST)
     for file in wanted:
         untrusted.check_path(file.name)
     if len(wanted) > untrusted.FILES or sum(file.bytes or 0 for file in wanted) > max_bytes:
@@ -128,6 +125,11 @@ def bring(files: Sequence[RemoteFile], destination: Path, what: str, *, max_byte
     for path in [path for path in part.rglob("*") if path.is_file() and path.relative_to(part).as_posix() not in names]:
         path.unlink()  # of an older version of the capsule
     return place(part, destination)
+
+
+def _hidden(name: str) -> bool:
+    """File managers leave such files; nobody reads them."""
+    return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
 def _listed(manifest: Path) -> dict[str, tuple[str, int]]:

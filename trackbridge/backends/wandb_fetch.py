@@ -71,14 +71,15 @@ def download(where: str, step: int | None, dest: str, max_bytes: int) -> str:
     for name, entry in artifact.manifest.entries.items():
         if entry.ref is not None:
             raise CapsuleError(f"{name[:120]!r} of {where} is a reference to somewhere else; a capsule holds its files itself")
-        files.append(RemoteFile(name, entry.size, partial(_download, entry)))
+        files.append(RemoteFile(name, entry.size, partial(_download, artifact, name)))
     return str(held.bring(files, Path(dest) / artifact.name.partition(":")[0], where, max_bytes=max_bytes))
 
 
-def _download(entry: Any, target: Path) -> None:
+def _download(artifact: Any, name: str, target: Path) -> None:
     """Through a folder of its own: the client writes where the entry's path says, which `held.bring` has checked."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wandb-") as folder:
-        Path(entry.download(root=folder, skip_cache=True)).replace(target)
+        artifact.download(root=folder, skip_cache=True, path_prefix=name)
+        (Path(folder) / name).replace(target)
 
 
 def asked(question: Any, what: str) -> Any:
