@@ -239,9 +239,10 @@ PAGE = "page"
 """What the HTML page of a capsule is called where it is shown beside the pictures."""
 
 
-def picture(panel: Panel) -> str:
-    """What the picture of a heatmap panel is called in every tracker, and, with ``.png``, in a capsule."""
-    return f"pictures/{panel.id}"
+def picture(panel: Panel, *, whole: bool = False) -> str:
+    """What the picture of a heatmap panel is called in every tracker, and, with ``.png``, on disk: around an anomaly, or over
+    the `whole` run."""
+    return f"pictures/{panel.id}{'-run' if whole else ''}"
 
 
 def catalogued(panel: Panel) -> tuple[str, ...]:

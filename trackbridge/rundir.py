@@ -57,6 +57,7 @@ class RunDirectory:
         self.provenance = self.path / "provenance.json"
         self.capsules = self.path / "capsules"
         self.artifacts = self.path / "artifacts"
+        self.views = self.path / "views"
         self.shipper = self.path / "shipper"
 
     def rank(self, rank: int) -> Path:

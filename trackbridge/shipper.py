@@ -202,7 +202,17 @@ class Shipper:
             self._situation.follow = self._follow  # another process is at it
         else:
             self._settled = settled
+            self._views()
             self._situation.over = True
+
+    def _views(self) -> None:
+        """What trackers show of the run as a whole. A run without it is delivered all the same."""
+        from trackbridge.reports import whole
+
+        try:
+            whole.make(self._directory)
+        except Exception:
+            logger.exception("trackbridge: cannot make the views of %s", self._directory.path)
 
 
 def sync(
@@ -231,8 +241,9 @@ def sync(
     return report
 
 
-def start(run_dir: str | Path, parent_pid: int) -> subprocess.Popen[bytes]:
-    """Start the child process that follows a run. It has its own session, and a log file instead of our terminal."""
+def start(run_dir: str | Path, parent_pid: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the child process that follows a run. It has its own session, and a log file instead of our terminal. `environment`
+    is for it alone: secrets that must be in no file."""
     directory = RunDirectory(run_dir)
     directory.shipper.mkdir(parents=True, exist_ok=True)
     log = directory.shipper / "shipper.log"
@@ -246,7 +257,7 @@ def start(run_dir: str | Path, parent_pid: int) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},  # the folder we were started in may hold an mlflow.py
+            env={**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"},  # the folder we are in may hold an mlflow.py
         )
 
 

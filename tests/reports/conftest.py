@@ -20,7 +20,10 @@ PROJECT = "reports"
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a spike, its capsule sealed, delivered nowhere."""
-    return replays.record(tmp_path_factory.mktemp("reports") / "runs", project=PROJECT, name="tiny/lr=1e-3")
+    detection = {"warmup": 16, "threshold": 2.0}  # whether this spike is one is not what is tested here
+    return replays.record(
+        tmp_path_factory.mktemp("reports") / "runs", project=PROJECT, name="tiny/lr=1e-3", detection=detection
+    )
 
 
 @pytest.fixture(scope="session")

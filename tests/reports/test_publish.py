@@ -204,6 +204,10 @@ def test_the_post_mortem(server: WandbServer, recorded: Path, ref: str, tmp_path
 def test_a_capsule_brings_its_pictures_and_its_page(server: WandbServer, recorded: Path, ref: str, tmp_path: Path) -> None:
     held = server.run(PROJECT, recorded.name)
     (row,) = [row for row in held.history() if "pictures/gradient-map" in row]
+    (whole,) = [row for row in held.history() if "pictures/gradient-map-run" in row]
+    assert whole["trackbridge/step"] == replays.STEPS - 1 and whole["page"]["_type"] == "html-file", (
+        "and those of the whole run"
+    )
     spike = load(recorded).anomalies[0]
     assert row["trackbridge/step"] == spike.step and "trackbridge/seq" not in row
     kinds = {key: row[key]["_type"] for key in row if isinstance(row[key], dict)}

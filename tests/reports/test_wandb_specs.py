@@ -57,7 +57,8 @@ def test_every_series_of_a_chart_is_in_the_catalogue(name: str) -> None:
             if "metricRegex" in config:
                 assert any(re.fullmatch(config["metricRegex"], member) for member in members)
         elif chart["viewType"] == PICTURE:
-            assert config["mediaKeys"][0] in [panels.picture(panel) for panel in PANELS if panel.view == "heatmap"]
+            maps = [panel for panel in PANELS if panel.view == "heatmap"]
+            assert config["mediaKeys"][0] in [panels.picture(panel, whole=whole) for panel in maps for whole in (False, True)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -118,7 +119,7 @@ def test_panels_without_a_series_in_the_run_are_left_out() -> None:
         "Loss", "Gradient norm",
     ]  # fmt: skip
     assert [chart["config"]["metrics"] for chart in charts(found)][1] == ["grad/norm_local"], "a shard's own is not hidden"
-    with_picture = build(TEMPLATES["layer-atlas"], replace(specs.RUN, present=present, pictures=["gradient-map"]))
+    with_picture = build(TEMPLATES["layer-atlas"], replace(specs.RUN, present=present, pictures=["pictures/gradient-map-run"]))
     assert "Gradient norm, every parameter" in titles(with_picture)
 
 

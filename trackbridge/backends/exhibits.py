@@ -2,13 +2,16 @@
 
 A capsule, or any artifact, may hold ``pictures/*.png``, ``tables/*.json``, ``post-mortem.md`` and ``report.html``. Trackers
 show them in views of their own, pictures under the same names for every capsule, so that a slider goes from one to the next.
+The folder ``views`` of a run directory has the same form and shows the run as a whole.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 PICTURES, TABLES, POST_MORTEM, PAGE = "pictures", "tables", "post-mortem", "report.html"
+MADE = "made.json"
 _LARGEST = 4 << 20
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -33,6 +36,14 @@ def page(folder: Path) -> Path | None:
 def tables(folder: Path) -> list[str]:
     """Relative paths of the tables of the artifact at `folder`: JSON with columns and data."""
     return [f"{TABLES}/{path.name}" for path in sorted(folder.glob(f"{TABLES}/*.json")) if _showable(path)]
+
+
+def made(views: Path) -> int:
+    """The journal's end when `RunDirectory.views` was made, -1 if it was not."""
+    try:
+        return int(json.loads((views / MADE).read_bytes())["seq"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _showable(path: Path) -> bool:

@@ -15,7 +15,7 @@ from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, 
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
-from trackbridge.rundir import dumps
+from trackbridge.rundir import RunDirectory, dumps
 
 RUN_ID = "trackbridge.run_id"
 ENDED = "trackbridge.ended_attempt"
@@ -25,6 +25,7 @@ NOTE_MARK = "<!-- trackbridge: written by the recorder from here on -->"
 ANOMALY = "trackbridge.anomaly."
 ANOMALY_TABLE = "trackbridge/anomalies.json"
 LOGGED = "mlflow.loggedArtifacts"
+VIEWS = "trackbridge.views"
 
 REQUEST_TAGS = 100
 PARAM_LENGTH = 6000
@@ -154,6 +155,7 @@ class MlflowRun:
     def end(self, end: RunEnd) -> None:
         if end.attempt < int(self.tags.get(ENDED, "-1")):
             return
+        self._views()
         self.tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
         if self._theirs.joined is not None:
             self.tag({"trackbridge.status": end.status})
@@ -193,18 +195,41 @@ class MlflowRun:
         own = mlflow_names.key(f"{ANOMALY}{newest.id}")
         others = [line for tag, line in self.tags.items() if tag.startswith(ANOMALY) and tag != own]
         parts += ["Other anomalies of this run:\n\n" + "\n".join(f"- {line}" for line in others[-20:])] if others else []
+        self._note("\n\n".join(parts))
+
+    def _note(self, text: str) -> None:
+        """Put `text` into the run's description, below what people wrote there."""
         with self.calling():
             note = self.client.get_run(self.id).data.tags.get(NOTE, "")
         theirs = note.partition(NOTE_MARK)[0].rstrip()
         said = f"{theirs}\n\n{NOTE_MARK}\n\n".lstrip()
-        self.tag({NOTE: said + "\n\n".join(parts)[: TAG_LENGTH - len(said)]})
+        self.tag({NOTE: said + text[: TAG_LENGTH - len(said)]})
 
     def _links(self, held: str | None) -> str:
         run = f"#/experiments/{self.experiment}/runs/{self.id}/artifacts"
-        places = {"Charts": mlflow_view.link(self.experiment), "anomalies": f"{run}/{ANOMALY_TABLE}"}
+        places = {"Charts": mlflow_view.link(self.experiment)}
+        if ANOMALY_TABLE in self.tags.get(LOGGED, ""):
+            places["anomalies"] = f"{run}/{ANOMALY_TABLE}"
+        if VIEWS in self.tags:
+            places["the page of the run"] = f"{run}/views/{exhibits.PAGE}"
         if held is not None:
             places |= {"the page of this anomaly": f"{run}/{held}/{exhibits.PAGE}", "its capsule": f"{run}/{held}"}
         return " · ".join(f"[{name}]({place})" for name, place in places.items())
+
+    def _views(self) -> None:
+        """What shows the run as a whole, below ``views/``."""
+        views = RunDirectory(self.info.directory).views
+        made = str(exhibits.made(views))
+        if made == "-1" or self.tags.get(VIEWS) == made:
+            return
+        for name, path in folders.files(views):
+            with self.calling():
+                self._upload(path, f"{views.name}/{name}")
+        self.tag({VIEWS: made})
+        if self._newest is not None:
+            self._describe(self._newest)
+        elif not any(tag.startswith(ANOMALY) for tag in self.tags):
+            self._note(f"No anomaly was detected in this run.\n\n{self._links(None)}")
 
     def charts(self, series: Collection[str]) -> None:
         """Lay out the experiment's charts for runs with `series`; what MLflow does not take is no reason to stop."""

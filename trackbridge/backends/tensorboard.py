@@ -29,6 +29,7 @@ from trackbridge.backends.eventfile import EventFile
 from trackbridge.backends.eventpack import Packer
 from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Histograms, Params, Record, Row, RunEnd, RunInfo
+from trackbridge.rundir import RunDirectory
 
 _OURS = re.compile(r"events\.out\.tfevents\.\d+\.trackbridge\.(\d{5,})\.a(\d{4,})$")
 _ARTIFACTS = "artifacts"
@@ -170,7 +171,11 @@ class TensorboardBackend:
         if end.attempt > self._attempt:
             self._start_attempt(end)
         seq = max(end.seq, self._held)
-        self._append([self._packer.text(_STATUS_TAG, text, step=self._step, time=end.time, seq=seq)], seq)
+        ready = [self._packer.text(_STATUS_TAG, text, step=self._step, time=end.time, seq=seq)]
+        _, images = exhibits.of(RunDirectory(self._run.directory).views)
+        if images:  # before the status, which is looked for at the end
+            ready.insert(0, self._packer.shown({}, images, step=self._step, time=end.time, seq=seq))
+        self._append(ready, seq)
         self._ended = text
 
     def _append(self, ready: list[bytes], last: int) -> None:

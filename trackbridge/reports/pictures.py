@@ -63,9 +63,9 @@ def write(folder: Path, pictures: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def draw(panel: Panel, matrix: Matrix, onset: int | None = None) -> bytes:
+def draw(panel: Panel, matrix: Matrix, onset: int | None = None, marks: Sequence[int] = ()) -> bytes:
     """The heatmap of `panel` as a PNG. With `onset`: colours are changes against the row's median before it, and a line marks
-    its column."""
+    its column. `marks`: steps that get a small triangle above their column."""
     from PIL import Image, ImageDraw, ImageFont
 
     scaled, bad, how = _scaled(panel, matrix)
@@ -93,8 +93,12 @@ def draw(panel: Panel, matrix: Matrix, onset: int | None = None) -> bytes:
     pen.text((_LEFT, foot + 4), f"step {matrix.steps[0]}", fill=_INK, font=font)
     last = str(matrix.steps[-1])
     pen.text((_LEFT + wide * len(matrix.steps) - 7 * len(last), foot + 4), last, fill=_INK, font=font)
+    starts = np.array(matrix.steps)
+    for step in marks:
+        at = _LEFT + wide * max(int(np.searchsorted(starts, step, side="right")) - 1, 0) + wide // 2
+        pen.polygon((at - 4, _TOP - 7, at + 4, _TOP - 7, at, _TOP - 1), fill=_INK)
     if onset is not None and matrix.steps[0] <= onset:
-        at = _LEFT + wide * (int(np.searchsorted(np.array(matrix.steps), onset, side="right")) - 1)
+        at = _LEFT + wide * (int(np.searchsorted(starts, onset, side="right")) - 1)
         pen.line((at, _TOP - 4, at, foot + 3), fill=_INK)
         pen.text((at + 3, foot + 4), f"onset {onset}", fill=_INK, font=font)
     out = io.BytesIO()

@@ -94,19 +94,16 @@ def sent(record: RunRecord, anomaly: Anomaly | None) -> set[str]:
 
 
 def _held_pictures(record: RunRecord) -> list[str]:
-    """Relative paths of the pictures that the artifacts of the run hold."""
-    return [
-        path.relative_to(folder).as_posix()
-        for artifact in record.artifacts
-        if (folder := record.path / artifact.path).is_dir()
-        for path in folder.glob("pictures/*.png")
-    ]
+    """Relative paths of the pictures that the artifacts of the run and its views hold."""
+    folders = [record.path / "views", *(record.path / artifact.path for artifact in record.artifacts)]
+    return [path.relative_to(folder).as_posix() for folder in folders for path in folder.glob("pictures/*.png")]
 
 
 def pictures(there: Collection[str], ending: str = "") -> set[str]:
-    """The ids of the panels whose picture is among the names `there`, which end with `ending`; `panels.PAGE` for the page."""
-    maps = (panel for panel in panels.PANELS if panel.view == "heatmap")
-    return ({panels.PAGE} & set(there)) | {panel.id for panel in maps if f"{panels.picture(panel)}{ending}" in there}
+    """The names of pictures and page (`panels.picture`, `panels.PAGE`) among the names `there`, which end with `ending`."""
+    maps = [panel for panel in panels.PANELS if panel.view == "heatmap"]
+    known = {panels.PAGE, *(panels.picture(panel, whole=whole) for panel in maps for whole in (False, True))}
+    return {name for name in known if name in there or f"{name}{ending}" in there}
 
 
 def of_facts(anomaly_id: str, facts: Mapping[str, Any]) -> Anomaly:

@@ -44,8 +44,9 @@ class Subject:
     """What a report is about. `run_id` is "" for all runs of a project.
 
     `step` is the anomaly's, where it is all that is known of it. `present`: the series of the run in W&B (None: unknown, then
-    every panel is drawn). `pictures`: the ids of the heatmap panels whose picture is there (None: unknown). `texts`: Markdown
-    by its id in `panels.CONTENTS`. `artifact`: the name of the capsule's artifact. `ref`: what `trackbridge pull` takes.
+    every panel is drawn). `pictures`: the names of the pictures (`panels.picture`) and the page that are there (None: unknown).
+    `texts`: Markdown by its id in `panels.CONTENTS`. `artifact`: the name of the capsule's artifact. `ref`: what
+    `trackbridge pull` takes.
     """
 
     entity: str
@@ -156,7 +157,7 @@ def from_spec(spec: dict[str, Any], entity: str, project: str, title: str) -> An
 def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
     """The blocks of one section: its charts in a grid, then its texts and tables. Nothing if it has nothing to show."""
     wr = require("wandb_workspaces.reports.v2", "reports")
-    found = [panel for panel in panels.of(use) if shows(panel, subject)]
+    found = [panel for panel in panels.of(use) if shows(panel, subject, near=use.near)]
     if template.about == "project" and use.section == "outcome":
         found = [panel for panel in found if panel.view != "scalar"]
     if not found:
@@ -183,14 +184,15 @@ def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
             yield wr.MarkdownBlock(subject.texts[panel.content])
 
 
-def shows(panel: Panel, subject: Subject) -> bool:
-    """Whether the subject has what `panel` shows, as far as is known."""
+def shows(panel: Panel, subject: Subject, *, near: bool = False) -> bool:
+    """Whether the subject has what `panel` shows (`near` the anomaly), as far as is known."""
     if panel.content == "capsule":
         return subject.artifact is not None
     if panel.content:
         return panel.content in subject.texts
     if panel.view == "heatmap" and subject.pictures is not None:
-        return panel.id in subject.pictures  # made from the journal, which has every layer; W&B may have none of them
+        # made from the journal, which has every layer; W&B may have none of them
+        return panels.picture(panel, whole=not near) in subject.pictures
     return subject.present is None or any(map(panel.draws, subject.present))
 
 
@@ -207,7 +209,8 @@ def plots(
         high = PICTURE_HEIGHT if panel.view == "heatmap" else HEIGHT
         at = wr.Layout(x, y, panel.width, high)
         if panel.view == "heatmap":
-            yield wr.MediaBrowser(title=panel.title, media_keys=[panels.picture(panel)], num_columns=1, layout=at)
+            picture = panels.picture(panel, whole=onset is None)
+            yield wr.MediaBrowser(title=panel.title, media_keys=[picture], num_columns=1, layout=at)
         elif panel.view == "scalar":
             most = "max" if across else None
             yield wr.ScalarChart(title=panel.title, metric=wr.SummaryMetric(panel.series[0]), groupby_aggfunc=most, layout=at)
