@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from trackbridge.errors import ConfigError, nearest
@@ -186,6 +186,16 @@ class PerfConfig(Section):
     steps: int | None = Field(None, gt=0, description="length of the run in optimizer steps, for perf/eta_s")
 
 
+class AlertsConfig(Section):
+    """Messages about anomalies, sent by the shipper's process (`trackbridge.backends.alerts`). The URLs are secrets: give them
+    here or in the environment variable TRACKBRIDGE_ALERTS__URLS; they are written to no file."""
+
+    urls: tuple[SecretStr, ...] = Field((), description="apprise URLs: slack://, mailto://, json://, ...")
+    severity: float = Field(0.5, ge=0, le=1, description="least severity of an anomaly that is worth a message")
+    cooldown: float = Field(600.0, ge=0, description="seconds between two messages about the same kind and series")
+    per_hour: int = Field(12, ge=1, description="messages at most; those left out are counted in the next")
+
+
 class JournalConfig(Section):
     """The row journal of a rank. Nothing is left out before it outgrows `budget_bytes`; then what is oldest is thinned first,
     and the newest `full_resolution_steps`, like rows that a tracker still lacks, only where nothing else is left."""
@@ -234,6 +244,7 @@ class TrackbridgeConfig(BaseSettings):
     perf: PerfConfig = PerfConfig()
     journal: JournalConfig = JournalConfig()
     stream: StreamConfig = StreamConfig()
+    alerts: AlertsConfig = AlertsConfig()
 
     @classmethod
     def load(cls, source: TrackbridgeConfig | str | Path | None = None, **given: Any) -> TrackbridgeConfig:

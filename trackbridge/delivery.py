@@ -65,7 +65,8 @@ class Delivery:
         self._backends = list(backends)
         near = [backend.nearby() for backend in backends if in_process or backend.in_process]
         far = [backend for backend in backends if not (in_process or backend.in_process)]
-        self._child = Child(lambda: shipper.start(directory.path, os.getpid()), directory.path) if far else None
+        secrets = {name: value for backend in far for name, value in backend.secrets().items()}
+        self._child = Child(lambda: shipper.start(directory.path, os.getpid(), secrets), directory.path) if far else None
         self._near = shipper.Shipper(directory.path, near, follow=True, parent=os.getpid()) if near else None
         self._thread: threading.Thread | None = None
         if self._near is not None:

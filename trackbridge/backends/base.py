@@ -71,6 +71,14 @@ class BackendConfig(BaseModel):
     def check(self) -> None:
         """Raise `MissingExtraError` if the vendor's package is missing. Called at `init`; contacts nobody."""
 
+    def secrets(self) -> Mapping[str, str]:
+        """What the shipper's process needs to serve it and no file may hold, as environment variables."""
+        return {}
+
+    def ready(self) -> bool:
+        """False where it cannot be served here and now (its secrets are elsewhere): what it is owed waits in the journal."""
+        return True
+
     def build(self) -> Backend:
         raise NotImplementedError(f"{type(self).__name__}.build")
 

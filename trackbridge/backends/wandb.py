@@ -47,6 +47,7 @@ OFFLINE_MODES = ("offline", "dryrun", "disabled")
 UNCONFIRMED_VALUES = 1_000_000
 """Values that may be on their way at once; about 100 MB in the SDK."""
 CALL_SECONDS = 20.0
+LOW = 0.3  # severity up to which an alert is an information
 CALL_VALUES = 20_000
 ARTIFACT_TRIES = 5
 
@@ -313,7 +314,8 @@ class WandbBackend:
     def _alert(self, anomaly: Anomaly) -> None:
         if anomaly.id not in self._told:
             self._told.add(anomaly.id)
-            level = "ERROR" if anomaly.kind in ("nonfinite", "divergence") else "WARN"
+            usual = "WARN" if anomaly.severity > LOW else "INFO"
+            level = "ERROR" if anomaly.kind in ("nonfinite", "divergence") else usual
             title = f"{anomaly.kind} at step {anomaly.step}: {anomaly.series}"
             self._call("alert", title[:64], words.anomaly_markdown(anomaly), level)
 

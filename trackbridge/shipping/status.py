@@ -59,7 +59,7 @@ def configured(directory: RunDirectory, kinds: Sequence[str] | None = None) -> l
     given = {str(config["kind"]): config for config in directory.read().backends}
     if kinds is not None:
         return resolve([given.get(kind, kind) for kind in kinds])
-    return [config for config in resolve(list(given.values())) if not config.in_process]
+    return [config for config in resolve(list(given.values())) if not config.in_process and config.ready()]
 
 
 def _resolved(given: Any) -> BackendConfig | None:
