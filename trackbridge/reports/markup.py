@@ -14,6 +14,7 @@ import numpy as np
 LONGEST = 400
 """Characters of one cell, name or sentence; what a run calls its things has no bound of its own."""
 MOST_ROWS = 500
+SHORT = 24  # characters of a cell that is not broken into lines
 _HEADINGS = 2  # levels that a Markdown text's headings go down, to fit under the page's own
 
 
@@ -75,7 +76,8 @@ def _cells(row: Sequence[Any], right: Sequence[bool], layers: bool) -> str:
 def _cell(cell: Any, right: bool, layer: bool) -> str:
     if layer:
         return f'<td data-layer="{text(cell)}">{text(str(cell).partition("/")[2])}</td>'
-    return f"<td{' class=n' if right else ''}>{text(cell)}</td>"
+    name = "n" if right else "s" if len(str(cell)) <= SHORT else ""
+    return f"<td{f' class={name}' if name else ''}>{text(cell)}</td>"
 
 
 def definitions(facts: Iterable[tuple[str, Any]]) -> str:

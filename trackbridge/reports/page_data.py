@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from trackbridge import names, panels
 from trackbridge.names import is_wide
@@ -13,6 +16,7 @@ from trackbridge.reports.embed import SeriesBlock
 from trackbridge.reports.embed_histograms import histogram_block
 
 if TYPE_CHECKING:
+    from trackbridge.lab import Try
     from trackbridge.reports.page import PageData, Spike
 
 FIRST = ("loss", "gradient-norm")
@@ -23,6 +27,7 @@ LONGEST_WINDOW = 256
 MARKS = 200
 OWN = "Also recorded"
 RECORDED = "recorded"
+CURVES = 8
 
 
 def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
@@ -126,13 +131,19 @@ def _outcomes(spike: Spike, data: PageData, block: SeriesBlock) -> list[dict[str
         steps, values = data.series[report.series]
         inside = (steps >= report.restart_step) & (steps <= report.last_step)
         curves.append({"label": RECORDED, "recorded": True, "line": block.add(steps[inside], values[inside])})
-    import numpy as np
-
-    for name, (at, losses) in list(report.curves().items())[:8]:
-        pairs = min(len(at), len(losses))
-        line = block.add(np.array(at[:pairs], np.int64), np.array(losses[:pairs], np.float64))
-        curves.append({"label": name[:80], "recorded": False, "line": line})
+    for one in [t for t in (report.rerun, *report.tries) if t.ran][:CURVES]:
+        curves.append({"label": one.name[:80], "recorded": False, "line": _with_gaps(one, block)})
     return curves
+
+
+def _with_gaps(one: Try, block: SeriesBlock) -> list[Any]:
+    """The loss of a counterfactual; a step that was left out is a gap, and not marked as one that was not finite."""
+    pairs = dict(zip(one.steps, one.losses, strict=False))
+    losses = {**dict.fromkeys(one.skipped, math.nan), **pairs}
+    steps = sorted(losses)
+    line = block.add(np.array(steps, np.int64), np.array([losses[step] for step in steps], np.float64))
+    line[2] = [[step, step] for step in steps if step in pairs and not math.isfinite(losses[step])]
+    return line
 
 
 def _notes(block: SeriesBlock, histograms: dict[str, Any] | None) -> list[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from trackbridge.answers import how_to_test
+from trackbridge.answers import INTERVENTIONS, how_to_test
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.names import is_wide
-from trackbridge.records import Anomaly
+from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.reports.contents import post_mortem_of
 from trackbridge.reports.decimate import Series
 from trackbridge.reports.markup import Table
@@ -77,26 +77,36 @@ def run_directory(capsule: SpikeCapsule) -> Path | None:
 
 def actions(capsule: SpikeCapsule, run: Path | None) -> list[tuple[str, str]]:
     """What to do about the anomaly, the most telling thing first: (what for, command or "")."""
+    report, replay = capsule.counterfactuals, capsule.replay
     found: list[tuple[str, str]] = []
-    best = capsule.counterfactuals.best if capsule.counterfactuals else None
-    if best is not None:
-        what = best.what.rstrip(".")
-        found.append((f"{best.name} would have prevented it ({what}): resume from before the spike with that change.", ""))
-    verdict = capsule.replay.verdict if capsule.replay else None
-    if verdict is not None and best is None:
-        found.append((_after(verdict), ""))
-    tier = capsule.local.tier if capsule.local else capsule.tier
-    if tier != "explain" and verdict is None:
-        where = shlex.quote(f"{run}@{capsule.step}") if run is not None else "PATH/OF/THIS/FOLDER"
-        on = ", on the machine that recorded it" if run is not None else ""
-        found.append(
-            (f"Run the bad step again{on}, in the folder of your training code:", f"trackbridge replay {where} {BUILD}")
-        )
-    first = capsule.anomaly.hypotheses[0] if capsule.anomaly.hypotheses else None
-    if first is not None and first.intervention and best is None:
-        found.append((f"To test the first hypothesis, {first.name}: {how_to_test(first.intervention)}.", ""))
+    if report is not None and report.best is not None:
+        what = report.best.what.rstrip(".")
+        found.append((f"{report.best.name} would have prevented it ({what}): resume from before it with that change.", ""))
+    elif replay is not None:
+        found.append((_after(replay.verdict), ""))
+        if report is not None and report.tries:
+            found.append((f"None of the {len(report.tries)} changes tried would have prevented it: see Replays.", ""))
+    tried = {attempt.name for attempt in report.tries} if report else set()
+    test = next((h for h in capsule.anomaly.hypotheses if h.intervention and h.intervention not in tried), None)
+    where = shlex.quote(f"{run}@{capsule.step}") if run is not None else "PATH/OF/THIS/FOLDER"
+    command = f"trackbridge replay {where} {BUILD}"
+    can_run = (capsule.local.tier if capsule.local else capsule.tier) != "explain"
+    if report is None or report.best is None:
+        found += _to_run(test, command if can_run else "", again=replay is None and can_run, here=run is not None)
     found.append(("Write down what you found in post-mortem.md, in the capsule's folder.", ""))
     return found
+
+
+def _to_run(test: Hypothesis | None, command: str, *, again: bool, here: bool) -> list[tuple[str, str]]:
+    """The replay, with the experiment that the first untried hypothesis asks for."""
+    place = f"{' on the machine that recorded it,' if here else ''} in the folder of your training code:"
+    known = test is not None and test.intervention in INTERVENTIONS and test.intervention != "rerun"
+    words = how_to_test(test.intervention or "").partition(" (--try")[0] if test is not None else ""
+    if test is not None and command and known:
+        what = "Run the bad step again and test" if again else "Test"
+        return [(f"{what} {test.name} ({words}),{place}", f"{command} --try {shlex.quote(test.intervention or '')}")]
+    found = [(f"Run the bad step again,{place}", command)] if again else []
+    return [*found, (f"To test {test.name}: {words}.", "")] if test is not None and words else found
 
 
 def _after(verdict: str) -> str:

@@ -73,7 +73,8 @@ function lineChart(host, lines, options = {}) {
     shown.forEach((line, i) => {
       if (step == null || !line.steps.length) { readings[i].textContent = ""; return; }
       const at = nearest(line.steps, step);
-      readings[i].textContent = show(line.values[at], unit) + (shown.length === 1 ? ` at step ${line.steps[at].toLocaleString("en")}` : "");
+      const gap = Number.isNaN(line.values[at]) && !(line.bad ?? []).some(([first, last]) => first <= line.steps[at] && line.steps[at] <= last);
+      readings[i].textContent = (gap ? "–" : show(line.values[at], unit)) + (shown.length === 1 ? ` at step ${line.steps[at].toLocaleString("en")}` : "");
     });
   }
 
