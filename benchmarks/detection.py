@@ -3,6 +3,9 @@
     python benchmarks/detection.py                     synthetic bench and speed
     python benchmarks/detection.py CURVES              also real curves: a folder with score.py, labels.json and one CSV per run
     python benchmarks/detection.py CURVES --validate   also choose the parameters anew with each family left out
+    python benchmarks/detection.py --seeds 20          so many seeds of the synthetic bench
+    python benchmarks/detection.py --trade             false alarms against recall, over thresholds, on 100 other seeds
+    python benchmarks/detection.py --memory 1000000    only: memory and state of a watch over so many steps
 
 The synthetic bench: loss 2 + 8 / sqrt(step), noise sigma 0.05 (Gaussian, AR(1) with 0.5 and 0.9, Student t with 4 degrees
 of freedom, all of equal variance), 4,000 steps, one-step spikes at random steps, a drift of 0.01 per step, a NaN.
@@ -27,12 +30,13 @@ from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import Detector
 from trackbridge.detectors.reference import REFERENCES
 from trackbridge.detectors.watch import Watch
-from trackbridge.records import Row, Schema
+from trackbridge.records import MicroBatch, Row, Schema, StepContext
 
 STEPS = 4000
 SPIKES = (0.3, 0.5, 1.0, 3.0)
 NOISES = ("gaussian", "ar 0.5", "ar 0.9", "t4")
 SIGMA = 0.05
+_EMPTY = np.zeros((8, 1))
 
 
 def main() -> None:
@@ -40,7 +44,14 @@ def main() -> None:
     parser.add_argument("curves", nargs="?", type=Path, help="folder of real curves with their judge, score.py")
     parser.add_argument("--validate", action="store_true", help="leave-one-family-out choice of the parameters")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trade", action="store_true", help="false alarms against recall over thresholds")
+    parser.add_argument("--memory", type=int, metavar="STEPS", help="only watch memory over so many steps")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print_memory(arguments.memory)
+        return
+    if arguments.trade:
+        print_trade()
     print_synthetic(arguments.seeds)
     print_speed()
     if arguments.curves:
@@ -105,29 +116,36 @@ def noise(kind: str, random: np.random.Generator) -> np.ndarray:
 
 @dataclass
 class Score:
-    false_alarms: dict[str, float]
+    false_alarms: dict[str, int]  # counts
     recall: dict[float, float]
     nan: float
     drift: float
     drift_worst: float
 
 
-def synthetic(make: Callable[[], Detector], seeds: int) -> Score:
-    clean = np.stack([trend() + noise(k, np.random.default_rng([s, i])) for s in range(seeds) for i, k in enumerate(NOISES)], 1)
-    found = alarms(make(), clean)
-    false = {
-        k: 1000 * np.mean([events(found[s * len(NOISES) + i]) for s in range(seeds)]) / STEPS for i, k in enumerate(NOISES)
-    }
-    spiked, truth = [], []
-    for seed, size in itertools.product(range(seeds), SPIKES):
+def spiked(seeds: Sequence[int], size: float) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A curve per seed with twenty one-step spikes of `size`, and the steps of those."""
+    curves, truth = [], []
+    for seed in seeds:
         random = np.random.default_rng([seed, 77])
         curve = trend() + noise("gaussian", random)
         at = np.sort(random.choice(np.arange(100, STEPS, 20), 20, replace=False)) + random.integers(0, 10, 20)
         curve[at] += size
-        spiked.append(curve), truth.append((size, at))
-    hits: dict[float, list[float]] = {size: [] for size in SPIKES}
-    for steps, (size, at) in zip(alarms(make(), np.stack(spiked, 1)), truth, strict=True):
-        hits[size].append(float(np.isin(at, [step for step, _ in steps]).mean()))
+        curves.append(curve), truth.append(at)
+    return np.stack(curves, 1), truth
+
+
+def synthetic(make: Callable[[], Detector], seeds: int) -> Score:
+    clean = np.stack([trend() + noise(k, np.random.default_rng([s, i])) for s in range(seeds) for i, k in enumerate(NOISES)], 1)
+    found = alarms(make(), clean)
+    false = {k: sum(events(found[s * len(NOISES) + i]) for s in range(seeds)) for i, k in enumerate(NOISES)}
+    hits: dict[float, list[float]] = {}
+    for size in SPIKES:
+        curves, truth = spiked(range(seeds), size)
+        hits[size] = [
+            float(np.isin(at, [step for step, _ in steps]).mean())
+            for steps, at in zip(alarms(make(), curves), truth, strict=True)
+        ]
     drifting = np.stack([trend() + noise("gaussian", np.random.default_rng([s, 99])) for s in range(seeds)], 1)
     drifting[2000:] += 0.01 * np.arange(1, STEPS - 2000 + 1)[:, None]
     delays = [next((step - 2000 + 1 for step, _ in steps if step >= 2000), np.inf) for steps in alarms(make(), drifting)]
@@ -135,16 +153,16 @@ def synthetic(make: Callable[[], Detector], seeds: int) -> Score:
     broken[1500] = np.nan
     seen = [(1500, "nonfinite") in steps for steps in alarms(make(), broken)]
     return Score(
-        {k: float(v) for k, v in false.items()}, {k: float(np.mean(v)) for k, v in hits.items()}, float(np.mean(seen)),
+        false, {k: float(np.mean(v)) for k, v in hits.items()}, float(np.mean(seen)),
         float(np.median(delays)), float(np.max(delays)),
     )  # fmt: skip
 
 
 def print_synthetic(seeds: int) -> None:
-    print(f"synthetic, {seeds} seeds x {STEPS} steps: false alarms per 1,000 | recall at {SPIKES} | NaN | drift median, worst")
+    print(f"synthetic, {seeds} seeds x {STEPS} steps: false alarms per 1,000 [95%] | recall at {SPIKES} | NaN | drift")
     for name, make in {"trackbridge": BandDetector, **REFERENCES}.items():
         s = synthetic(make, seeds)
-        false = " ".join(f"{k} {v:.2f}" for k, v in s.false_alarms.items())
+        false = " ".join(f"{k} {rate(v, seeds * STEPS)}" for k, v in s.false_alarms.items())
         recall = " ".join(f"{v:.2f}" for v in s.recall.values())
         print(f"  {name:34s} {false} | {recall} | {s.nan:.0%} | {s.drift:g}, {s.drift_worst:g}")
     per_episode = []
@@ -154,6 +172,32 @@ def print_synthetic(seeds: int) -> None:
         curve[2500:] += 1.0
         per_episode.append(len(watched(curve)))
     print(f"  events for one 12-step spike and one lasting shift (2 is right): {per_episode}")
+
+
+def rate(count: int, steps: int) -> str:
+    """Events per 1,000 steps with their exact Poisson interval (Garwood 1936)."""
+    from scipy.stats import chi2
+
+    low = chi2.ppf(0.025, 2 * count) / 2 if count else 0.0
+    high = chi2.ppf(0.975, 2 * count + 2) / 2
+    return f"{1000 * count / steps:.3f} [{1000 * low / steps:.3f}, {1000 * high / steps:.3f}]"
+
+
+def print_trade(seeds: int = 100) -> None:
+    """What a lower rate of false alarms would cost in recall, on seeds that nothing was chosen on."""
+    clean = np.stack([trend() + noise(k, np.random.default_rng([s, i])) for s in range(1000, 1000 + seeds)
+                      for i, k in enumerate(NOISES)], 1)  # fmt: skip
+    curves, truth = spiked(range(1000, 1000 + seeds // 2), 0.3)
+    print(f"trade-off on {seeds} other seeds: threshold | false alarms per 1,000 [95%] | recall at +0.3 (6 sigma)")
+    for threshold in (4.2, 4.4, 4.6, 4.8, 5.2, 6.0):
+        settings = DetectionConfig(threshold=threshold)
+        found = alarms(BandDetector(settings), clean)
+        false = " ".join(
+            f"{k} {rate(sum(map(events, found[i :: len(NOISES)])), seeds * STEPS)}" for i, k in enumerate(NOISES)
+        )
+        hits = [np.isin(at, [step for step, _ in steps]).mean() for steps, at in
+                zip(alarms(BandDetector(settings), curves), truth, strict=True)]  # fmt: skip
+        print(f"  {threshold:.1f} | {false} | {np.mean(hits):.3f}")
 
 
 # -- speed ----------------------------------------------------------------------------------------------------------
@@ -172,6 +216,38 @@ def print_speed(series: int = 2000, steps: int = 2000) -> None:
         took.append(time.perf_counter() - start)
     low, middle = np.percentile(np.array(took[200:]) * 1e6, [5, 50])
     print(f"update() of {series:,} series: median {middle:.0f} microseconds, 5th percentile {low:.0f}")
+    watch, schema = Watch(), Schema((*detector.series, "train/lr", "train/tokens", "perf/step_s", "perf/tokens_per_s"))
+    took = []
+    for step in range(steps):
+        row = Row(step, step, 0.0, 0, schema, np.append(values[step % 256], [1e-3, 4096.0 * step, 1.0, 4096.0]))
+        start = time.perf_counter()
+        watch.update(row)
+        took.append(time.perf_counter() - start)
+    low, middle = np.percentile(np.array(took[200:]) * 1e6, [5, 50])
+    print(f"a whole watch, monitors included: median {middle:.0f} microseconds, 5th percentile {low:.0f}")
+
+
+def print_memory(steps: int, layers: int = 20) -> None:
+    """Memory of the process and size of the state of a watch that sees everything it can see, at each power of ten."""
+    import json
+    import resource
+
+    names = ["train/loss", "grad/norm", "train/lr", "train/tokens", "train/loss_scale", "perf/step_s", "perf/tokens_per_s",
+             "mem/allocated_bytes", "mem/reserved_bytes", "optim/exp_avg_sq_norm"]  # fmt: skip
+    names += [f"layer/{i}/{kind}" for i in range(layers) for kind in ("grad_norm", "update_ratio", "exp_avg_sq_norm")]
+    watch, schema, random = Watch(), Schema(tuple(names)), np.random.default_rng(0)
+    told, shown = 0, 1000
+    for step in range(steps + 1):
+        values = np.exp(random.normal(0, 0.05, len(names)))
+        values[3] = 4096.0 * step
+        if step % 5000 == 4999:
+            values[0] += 5
+        micro = MicroBatch(loader=0, epoch=step // 1000, fingerprint=f"{step:032x}", tensors={"x": _EMPTY})
+        told += len(watch.update(Row(step, step, float(step), 0, schema, values), StepContext(-1, step, 0, {}, (micro,))))
+        if step == shown:
+            state, resident = len(json.dumps(watch.state_dict())), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print(f"after {step:9,} steps: {resident:.1f} MiB resident at most, state {state:,} bytes, {told} anomaly records")
+            shown *= 10
 
 
 # -- real curves ----------------------------------------------------------------------------------------------------
