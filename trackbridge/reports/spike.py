@@ -40,7 +40,7 @@ def page_data(capsule: SpikeCapsule) -> PageData:
         where=run_label(capsule),
         series=_series(capsule.series()),
         spikes=(inspected(capsule),),
-        actions=actions(capsule, run_directory(capsule)),
+        actions=[*actions(capsule, run_directory(capsule)), *_elsewhere(capsule)],
         histograms=capsule.histograms,
         ranks=tables,
         rank_curves=curves,
@@ -95,6 +95,13 @@ def actions(capsule: SpikeCapsule, run: Path | None) -> list[tuple[str, str]]:
         found += _to_run(test, command if can_run else "", again=replay is None and can_run, here=run is not None)
     found.append(("Write down what you found in post-mortem.md, in the capsule's folder.", ""))
     return found
+
+
+def _elsewhere(capsule: SpikeCapsule) -> list[tuple[str, str]]:
+    """For the reader of a page that has travelled: where it was recorded, a path of that machine is named above."""
+    if run_directory(capsule) is None or (capsule.local.tier if capsule.local else capsule.tier) == "explain":
+        return []
+    return [("On another machine, with a copy of the capsule:", f"trackbridge replay PATH/OF/THIS/FOLDER {BUILD}")]
 
 
 def _to_run(test: Hypothesis | None, command: str, *, again: bool, here: bool) -> list[tuple[str, str]]:
