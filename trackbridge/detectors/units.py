@@ -69,18 +69,19 @@ class Units:
     def skewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
         """`u` sigmas above expectation as a series with noise in proportion to itself means them: ``log(1 + r u) / r``, r being
         the scale as a share of the level beyond `_ADDITIVE`. Such noise has a long upper side, which is no spike. A small loss
-        is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm."""
+        is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm, nor one
+        whose expectation fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
         share = scale / np.maximum(expected, 1e-30)
         if not (share > _ADDITIVE).any():
             return u
-        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (u > 0)
+        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
         r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
         return np.where(skew, np.log1p(r * np.maximum(u, 0.0)) / r, u)
 
     def unskewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
         """The deviation in scales that `skewed` makes `u` of."""
         share = scale / np.maximum(expected, 1e-30)
-        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (u > 0)
+        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
         r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
         return np.where(skew, np.expm1(np.minimum(r * np.maximum(u, 0.0), 700.0)) / r, u)
 
