@@ -1,6 +1,8 @@
 """The kernels against what torch offers, on one GPU: bytes read per second, and device time of a call.
 
 python benchmarks/kernels.py
+
+Each call is captured in a CUDA graph and its replays are timed: launching from Python takes longer than a small kernel runs.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trackbridge.probes import kernels, moments
+from trackbridge.probes import histogram_kernels, kernels, moments, observe_kernels
 
 GPT2_SHAPES = [(50304, 768), (1024, 768)] + 12 * [
     (768,), (768,), (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,),
@@ -19,12 +21,16 @@ GPT2_SHAPES = [(50304, 768), (1024, 768)] + 12 * [
 
 def device_ms(call: Callable[[], object], repeats: int = 40) -> float:
     """Median device time of one call, in milliseconds, after a warm-up."""
-    for _ in range(5):
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
     for begin, end in zip(events[::2], events[1::2], strict=True):
         begin.record()
-        call()
+        graph.replay()
         end.record()
     torch.cuda.synchronize()
     times = sorted(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True))
@@ -47,14 +53,18 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     read_two_gigabytes(torch.randn(512 << 20, device="cuda"))
 
-    slab = torch.zeros(9, dtype=torch.float64, device="cuda")
-    slab[8] = 1
+    sites = 12
+    slab = torch.zeros(sites * moments.WIDTH + 1, dtype=torch.float64, device="cuda")
+    slab[-1] = 1
+    cells, gate = observe_kernels.cells_for(sites, slab.device), len(slab) - 1
+    observe = observe_kernels.observe
     for dtype in (torch.bfloat16, torch.float32):
-        outputs: list[Tensor] = [torch.randn(16, 1024, 768, device="cuda", dtype=dtype) for _ in range(12)]
+        outputs: list[Tensor] = [torch.randn(16, 1024, 768, device="cuda", dtype=dtype) for _ in range(sites)]
         size = sum(y.nbytes for y in outputs)
-        print(f"moments of 12 block outputs, 16 x 1024 x 768, {dtype}")
-        report("observe", lambda outputs=outputs: [kernels.observe(y, slab, 0, 8) for y in outputs], size)
-        report("plain torch", lambda outputs=outputs: [moments.add_on_device(y, slab[:8]) for y in outputs], size)
+        print(f"moments of {sites} block outputs, 16 x 1024 x 768, {dtype}")
+        report("observe", lambda o=outputs: [observe(y, cells, slab, site, gate) for site, y in enumerate(o)], size)
+        report("plain torch", lambda o=outputs: [moments.add_on_device(y, slab[: moments.WIDTH]) for y in o], size)
+    report("collect", lambda: observe_kernels.collect(cells, slab, 0), cells.nbytes)
 
     gradients = [torch.randn(shape, device="cuda") for shape in GPT2_SHAPES]
     old = [g.clone() for g in gradients]
@@ -62,13 +72,18 @@ def main() -> None:
     print(f"{len(gradients)} gradients of GPT-2 124M, float32")
     report("summarise: norm, max, non-finite", lambda: kernels.summarise(gradients), size)
     report("summarise: norm and difference", lambda: kernels.summarise(gradients, old), 2 * size)
+    report("histograms", lambda: histogram_kernels.count(gradients), size)
+    factor, total = torch.full((), 0.9999, device="cuda"), torch.ones((), device="cuda")
+    report("scale and summarise", lambda: kernels.combine(kernels.scale(gradients, factor, total)), 2 * size)
+    report("summarise, scale by 1", lambda: kernels.combine(kernels.scale(gradients, total, total)), size)
+    report("_foreach_mul_", lambda: torch._foreach_mul_(gradients, factor), 2 * size)
     report("_foreach_norm(2)", lambda: torch._foreach_norm(gradients, 2), size)
     report(
         "_foreach_norm(2) and (inf)",
         lambda: (torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))),
         2 * size,
     )
-    report("clone", lambda: [g.clone() for g in gradients], 2 * size)
+    report("_foreach_copy_", lambda: torch._foreach_copy_(old, gradients), 2 * size)
 
 
 if __name__ == "__main__":
