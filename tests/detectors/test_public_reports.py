@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import trackbridge
 from tests.detectors.kit import loss_curve, rows, watch_all
 from trackbridge.detectors import Watch, detect
+from trackbridge.provenance import differences
+from trackbridge.records import MicroBatch, StepContext
 
 
 def test_c1_a_nan_is_an_event_at_its_step() -> None:
@@ -119,3 +124,60 @@ def test_c9_the_level_of_a_loss_does_not_matter() -> None:
     loss[600] += 1
     for factor in (1, 4, 8):
         assert [e.step for e in detect(range(800), factor * loss)] == [600]
+
+
+def test_c5_a_run_resumed_without_its_state_is_not_blind_and_says_after_resume(tmp_path: Path) -> None:
+    """The optimizer's state is not restored; nor is ours."""
+    for attempt in range(2):
+        run = trackbridge.init(dir=tmp_path, id="a", resume="auto", recorder={"enabled": False})
+        start = 300 * attempt
+        for step, loss in enumerate(loss_curve(600)[start : start + 300]):
+            run.step(loss=float(loss) + 2.0 * (attempt == 1 and step < 3))
+        run.finish()
+    (event,) = trackbridge.load(run.dir).anomalies
+    assert (event.onset, event.attempt, event.kind) == (300, 1, "spike") and "after_resume" in event.notes
+
+
+def test_c6_runs_with_another_version_of_a_library_differ_in_their_record() -> None:
+    before = {"packages": {"apex": "0.1", "torch": "2.9"}, "python": "3.11"}
+    after = {"packages": {"apex": "0.2", "torch": "2.9"}, "python": "3.11"}
+    assert differences(before, after) == [("packages.apex", "0.1", "0.2")]
+
+
+def test_c8_a_spike_in_each_short_last_batch_is_one_cause_that_names_the_batch() -> None:
+    loss = loss_curve(1200)
+    loss[99::100] += 1.5
+    watch, latest = Watch(), {}
+    for row in rows({"train/loss": loss}):
+        size = 3 if row.step % 100 == 99 else 32
+        micro = MicroBatch(loader=0, epoch=row.step // 100, index=row.step % 100, tensors={"x": np.zeros((size, 4))})
+        latest.update({a.id: a for a in watch.update(row, StepContext(-1, row.step, 0, {}, (micro,)))})
+    first, *others = latest.values()
+    assert first.onset == 99 and len(others) == 2
+    assert first.notes == ("a batch of 3 samples, usually 32", "periodic: every 100 steps, 12 times")
+
+
+def test_c9_accumulation_changes_neither_the_step_loss_nor_anything_else(tmp_path: Path) -> None:
+    """The same data at 1, 4 and 8 micro-batches, with switches in the middle of the run."""
+    data = loss_curve(400)
+    run = trackbridge.init(dir=tmp_path, recorder={"enabled": False})
+    for step, loss in enumerate(data):
+        parts = (1, 4, 8)[step // 150]
+        spread = 0.3 * np.linspace(-1, 1, parts) if parts > 1 else np.zeros(1)
+        for part in spread:
+            run.micro(loss=torch.tensor(float(loss + part), dtype=torch.float64), tokens=64)
+        run.step()
+    run.finish()
+    record = trackbridge.load(run.dir)
+    assert record.series("train/loss")[1] == pytest.approx(data) and record.anomalies == []
+
+
+def test_c9_the_step_loss_is_the_mean_and_the_worst_micro_batch_is_named(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path, recorder={"enabled": False})
+    for loss in (1.0, 1.0, 1.0, 9.0):
+        run.micro(loss=torch.tensor(loss), sample_loss=torch.tensor([loss]))
+    run.step()
+    run.finish()
+    record = trackbridge.load(run.dir)
+    series = ("train/loss", "train/sample_loss_max", "train/sample_loss_argmax")
+    assert [record.series(name)[1].tolist() for name in series] == [[3.0], [9.0], [3.0]]

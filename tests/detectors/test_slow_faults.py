@@ -307,7 +307,8 @@ def everything(steps: int = 2400) -> dict[str, Any]:
     return series
 
 
-SETTINGS: dict[str, Any] = {"plateau": {"enabled": True, "steps": 300, "least": 0.01}, "rules": ["perf/step_s > 5 s for 20 steps"]}
+SETTINGS: dict[str, Any] = {"plateau": {"enabled": True, "steps": 300, "least": 0.01},
+                            "rules": ["perf/step_s > 5 s for 20 steps"]}
 
 
 @pytest.mark.parametrize("cut", [5, 700, 905, 930, 1515, 1540, 1600, 2000])

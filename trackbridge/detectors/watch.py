@@ -13,7 +13,7 @@ from trackbridge.detectors import nonfinite
 from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, IntArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
-from trackbridge.detectors.monitors import Look, Regime, Sign, monitors
+from trackbridge.detectors.monitors import Level, Look, Regime, Sign, monitors
 from trackbridge.detectors.periodic import Periods
 from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row, Schema, StepContext
@@ -85,6 +85,8 @@ class Watch:
             self._told_skips.add(step)
         elif event in _REGIME:
             self.detector.relearn()
+            if (level := self._monitors.get(Level.NAME)) is not None:
+                level.changed(event)
         if event in ("resume", "batch_size", "sequence_length"):
             for monitor in self._monitors.values():
                 monitor.changed(event)
@@ -222,6 +224,8 @@ class Watch:
         return out
 
     def _sign(self, name: str, sign: Sign, row: Row) -> list[Anomaly]:
+        if name == Level.NAME and "drift" in self._open:
+            return []  # it is told already
         effect = self._effect(sign) if self._monitors[name].CAUSAL else None
         if effect is not None:
             effect.join([(sign.series, sign.onset, 0)])
@@ -339,7 +343,8 @@ class Watch:
     def _reopen(self, group: Anomaly) -> list[Anomaly]:
         """The next beat of a rhythm: the first beat's anomaly is told again, with the rhythm in its notes."""
         p = self._periods
-        group = group.updated(notes=(f"periodic: every {p.distance} steps, {p.beats} times",))
+        kept = (note for note in group.notes if not note.startswith("periodic: "))
+        group = group.updated(notes=(*kept, f"periodic: every {p.distance} steps, {p.beats} times"))
         self._groups = {group.id: group}
         return [group]
 
