@@ -73,6 +73,7 @@ def torchrun(tmp_path: Path, code: str, *words: str) -> str:
 
 
 def test_two_ranks_make_one_run(tmp_path: Path) -> None:
+    """F8: by global rank; the others start no tracker."""
     import trackbridge
 
     output = torchrun(tmp_path, TWO_RANKS, str(tmp_path / "runs"))
@@ -84,6 +85,7 @@ def test_two_ranks_make_one_run(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
+    """F1, F7: what one rank cannot know is labelled local."""
     import trackbridge
 
     torchrun(tmp_path, SHARDED, str(tmp_path / "runs"))
@@ -94,6 +96,7 @@ def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
+    """F4: a clear error at the start, no hang in a hook's collective."""
     assert "not every rank called trackbridge.init" in torchrun(tmp_path, LONELY)
 
 

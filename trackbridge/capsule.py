@@ -232,6 +232,13 @@ class SpikeCapsule(BaseModel):
         skeleton, arrays, _ = tree.load(self._rank(rank) / "state")
         return tree.unpack(skeleton, arrays)
 
+    def state_facts(self, rank: int = 0) -> dict[str, Any]:
+        """What the snapshot says of itself: step, attempt, rank, and `first` (its step is the first of its process)."""
+        from trackbridge import tree
+
+        _, _, facts = tree.load(self._rank(rank) / "state")
+        return facts
+
     def restore_rng(
         self, rank: int = 0, step: int | None = None, generators: Mapping[str, Any] | None = None, *, strict: bool = False
     ) -> RestoreReport:

@@ -2,7 +2,7 @@
 
 On disk a snapshot is ``rank-NNNN/snapshots/step-N/``: ``state.safetensors`` and ``state.json`` (`trackbridge.tree`) of the
 tree ``{"models", "buffers", "optimizers", "scaler", "state"}`` before step N. ``state.json`` holds ``metadata``: step,
-attempt, rank, and `missing`, what could not be stored and why.
+attempt, rank, `missing` (what could not be stored and why), and `first`: step N is the first of its process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ MARGIN = 32  # steps before a detection's window that an onset may lie
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The state before one step. `memory` is the buffer that the copy lives in; `writing` keeps it from being reused."""
+    """The state before one step, the `first` of this process or a later one. `memory` is the buffer that the copy lives in;
+    `writing` keeps it from being reused."""
 
     skeleton: Any
     copy: hostcopy.HostCopy
     memory: hostcopy.HostMemory
     missing: dict[str, str]
+    first: bool
     step: int = -1
     writing: bool = False
 
@@ -111,10 +113,11 @@ class Snapshots:
         else:
             memory = None
             self.why_not = f"the state of model {gathers!r} is gathered from all ranks by FSDP1; use FSDP2 (fully_shard)"
+        first = self._last is None
         self._before_last, self._last = self._last, step
         if memory is None:
             return None
-        snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory), memory, missing)
+        snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory), memory, missing, first)
         self.why_not = ""
         self.cost = Cost(self._clock() - started, sum(sizes))
         return snapshot
@@ -210,7 +213,7 @@ class Snapshots:
         snapshot.copy.wait()
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        metadata = {"step": snapshot.step, **self._facts, "missing": snapshot.missing}
+        metadata = {"step": snapshot.step, **self._facts, "missing": snapshot.missing, "first": snapshot.first}
         tree.save(temporary, _with_scaler_numbers(snapshot), tree.to_numpy(snapshot.copy.leaves), metadata=metadata)
         if folder.exists():  # an earlier attempt's, whose capsules were sealed from it or never will be
             shutil.rmtree(folder)

@@ -275,3 +275,33 @@ def test_a_source_that_nothing_captures(tmp_path: Path) -> None:
         run.step(loss=step(model, optimizer, [batch], 0))
     run.finish()
     assert rerun(trackbridge.pull(run.dir), lambda: (*plain_build()[:2], step)).verdict != "exact"
+
+
+class Pooling(nn.Module):
+    """Rows of a batch are added into four pools by `index_add`, whose order a GPU does not fix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        place = torch.arange(len(x)) % 4
+        return self.last(h + torch.zeros(4, 16).index_add(0, place, h)[place])
+
+
+def test_index_add_on_the_cpu(tmp_path: Path) -> None:
+    """D11: bit-equal on the CPU, with default algorithms and with deterministic ones."""
+
+    def build() -> tuple[Any, ...]:
+        model = Pooling()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01), lambda m, o, batches, i: update(m, o, batches[0])
+
+    torch.manual_seed(1)
+    run = trackbridge.init(**settings(tmp_path))
+    model, optimizer, _ = build()
+    run.watch(model, optimizer)
+    for batch in run.batches(DataLoader(Points(), 4)):
+        run.step(loss=update(model, optimizer, batch))
+    assert verdict(run, build) == "exact"
+    assert rerun(trackbridge.pull(run.dir), build, deterministic=True).verdict == "exact"

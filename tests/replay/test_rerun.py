@@ -306,6 +306,7 @@ def test_states_of_devices_that_are_not_here(capsule: SpikeCapsule, tmp_path: Pa
 
 
 def test_a_deterministic_replay_on_cuda_needs_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D11: said before the first step, not by a failing backward."""
     from trackbridge.replay.settings import check_cublas
 
     recorded = {"torch": {"deterministic_algorithms": True}, "environment": {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trackbridge import names, provenance, rng
 from trackbridge.capsule import SpikeCapsule
@@ -142,6 +142,8 @@ class Replay:
             if missing:
                 raise Incomplete(*missing)
         settings.as_recorded(self.capsule.provenance, self._deterministic)  # build() may have set its own
+        if self._reorders(rebuilt):
+            self._warm_up(rebuilt)
         if number == 0:
             self._used_deterministic = torch.are_deterministic_algorithms_enabled()
             self._environment = tuple(
@@ -164,6 +166,26 @@ class Replay:
                 finally:
                     instruments.detach()
         return history
+
+    def _reorders(self, rebuilt: Rebuilt) -> bool:
+        """DDP puts its gradients into buckets in another order after the first step of a process, and with more than two ranks
+        that order decides in which the ranks are added. A recorded step that was not the first had the later one."""
+        if Ranks.current().world_size < 3 or self.capsule.state_facts(self._rank).get("first", True):
+            return False
+        modules = (module for model in rebuilt.models.values() for module in model.modules())
+        return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+
+    def _warm_up(self, rebuilt: Rebuilt) -> None:
+        """The window's first step, to be forgotten: everything that it changed is restored."""
+        first = self.capsule.steps[0]
+        with self.world.together("warming up"):
+            batches = micro_batches(first, self._batches[first], rebuilt)
+            rng.restore(self._states.before(first), rebuilt.generators)
+        self._call(first, rebuilt, batches)
+        for optimizer in rebuilt.optimizers.values():
+            optimizer.state.clear()
+            optimizer.zero_grad()
+        rebuilt.restore(self.capsule.state(self._rank))
 
     def _step(self, step: int, rebuilt: Rebuilt, instruments: Instruments, rates: list[Mapping[str, float]]) -> Ran:
         with self.world.together(f"step {step} of the replay"):
@@ -191,6 +213,14 @@ class Replay:
             micros=len(batches),
         )
         return Ran(seen, _problem(before, batches), self._found_again(step, rebuilt))
+
+    @staticmethod
+    def _call(step: int, rebuilt: Rebuilt, batches: MicroBatches) -> Any:
+        try:
+            return rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TrackbridgeError(f"the step function raised at step {step} of the replay: {words[:300]}") from error
 
     def _found_again(self, step: int, rebuilt: Rebuilt) -> bool | None:
         """Whether torch's generators are now as they were at the end of the recorded step, or all as they were before the next
