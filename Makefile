@@ -37,7 +37,7 @@ dashboards: $(VENV)/.dev
 	$(BIN)/python -m tests.reports.specs
 
 screenshots: $(VENV)/.dev
-	$(BIN)/trackbridge demo --dir demo-run
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/trackbridge demo --dir demo-run
 	$(BIN)/python -m tests.browser.screenshots demo-run --out docs/images
 
 clean:

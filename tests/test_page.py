@@ -98,6 +98,13 @@ def test_when_nothing_was_before_the_loss_the_page_says_so() -> None:
     assert "Nothing before the loss itself (at step 160)" in told(own)
 
 
+def test_layers_that_moved_together_are_one_link_of_the_cascade() -> None:
+    many = tuple((f"layer/blocks.{k}.weight/grad_norm", 160) for k in range(20))
+    said = told(SPIKE.updated(first_mover=("grad/norm", 159), cascade=(("grad/norm", 159), *many, ("train/loss", 161))))
+    assert "grad_norm of 20 layers" in said and "blocks.11.weight and 8 more" in said
+    assert said.index("step 159 grad/norm") < said.index("grad_norm of 20 layers") < said.index("step 161 train/loss")
+
+
 def test_a_nan_is_not_finite_and_has_no_sigmas() -> None:
     said = told(SPIKE.updated(kind="nonfinite", value=float("nan"), score=float("inf")))
     assert "not finite" in said and "Not a finite number" in said and "sigma" not in said

@@ -80,7 +80,7 @@ def ours(shoot: Callable[..., None], demo: Path, folder: Path) -> None:
 
         return show
 
-    shoot("page-light", page, first)
+    shoot("page-light", page, first, size=(1366, 1000))
     shoot("page-dark", page, first, scheme="dark")
     shoot("page-phone", page, first, size=PHONE)
     shoot("page-layers-changed", page, section("changed", "#heatmap canvas"))

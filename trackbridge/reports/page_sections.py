@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trackbridge import answers, names
@@ -24,6 +25,7 @@ TIERS = {
 }
 _LONG = 14  # characters of a figure that is set smaller
 _POST_MORTEM = 200_000
+_LAYERS = 12  # of one link of the cascade, by name
 
 
 def body(data: PageData, notes: Sequence[str]) -> Iterator[str]:
@@ -130,11 +132,8 @@ def _name(a: Anomaly) -> str:
 
 def _inspect(spike: Spike, first: bool) -> str:
     a = spike.anomaly
-    moved = list(dict.fromkeys([*([a.first_mover] if a.first_mover else []), *a.cascade]))[:40]
-    chain = "".join(
-        f"<li><span class=step>step {step:,}</span><span><b>{text(series)}</b> {text(_meaning(series))}</span></li>"
-        for series, step in moved
-    )
+    moved = list(dict.fromkeys([*([a.first_mover] if a.first_mover else []), *a.cascade]))
+    chain = "".join(_link(step, series) for step, series in _links(moved))
     cascade = f"<h3>The cascade: what left its band, in order</h3><ol class=cascade>{chain}</ol>" if chain else ""
     lacks = f"<h3>What this capsule lacks</h3>{bullets(spike.missing, 'missing')}" if spike.missing else ""
     tier = f"<p>Tier <b>{text(spike.tier)}</b>: {text(TIERS.get(spike.tier, ''))}.</p>" if spike.tier else ""
@@ -146,9 +145,29 @@ def _inspect(spike: Spike, first: bool) -> str:
     return f"{tier}{cascade}{_hypotheses(a)}{tables}{lacks}{written}"
 
 
-def _meaning(series: str) -> str:
-    metric = names.describe(series)
-    return metric.meaning if metric else ""
+def _links(moved: Sequence[tuple[str, int]]) -> Iterator[tuple[int, list[str]]]:
+    """The cascade with the layers that left the band of one statistic at one step taken together."""
+
+    def kind(each: tuple[str, int]) -> tuple[int, str]:
+        series, step = each
+        if not names.is_wide(series):
+            return step, series
+        return step, f"{series.partition('/')[0]}/{series.rpartition('/')[2]}"
+
+    for (step, _), group in groupby(moved, key=kind):
+        yield step, [series for series, _ in group]
+
+
+def _link(step: int, series: Sequence[str]) -> str:
+    metric = names.describe(series[0])
+    meaning = text(metric.meaning) if metric else ""
+    said = f"<b>{text(series[0])}</b> {meaning}"
+    if len(series) > 1:
+        statistic = series[0].rpartition("/")[2]
+        layers = [name.partition("/")[2].rpartition("/")[0] for name in series[:_LAYERS]]
+        more = f" and {len(series) - _LAYERS:,} more" if len(series) > _LAYERS else ""
+        said = f"<b>{text(statistic)} of {len(series):,} layers</b> {meaning}: {text(', '.join(layers), 1000)}{more}"
+    return f"<li><span class=step>step {step:,}</span><span>{said}</span></li>"
 
 
 def _hypotheses(a: Anomaly) -> str:

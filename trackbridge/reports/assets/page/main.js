@@ -18,8 +18,11 @@ function navigation() {
     };
   }
   seen?.disconnect();
+  const inBand = new Set();
   seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) links.forEach((link) => link.toggleAttribute("aria-current", link.hash === `#${entry.target.id}`));
+    for (const { target, isIntersecting } of entries) isIntersecting ? inBand.add(target.id) : inBand.delete(target.id);
+    const current = links.find((link) => inBand.has(link.hash.slice(1)));
+    for (const link of links) link.toggleAttribute("aria-current", link === current);
   }, { rootMargin: "-30% 0px -65% 0px" });
   links.forEach((link) => { const target = byId(link.hash.slice(1)); if (target) seen.observe(target); });
 }
