@@ -9,6 +9,7 @@ from __future__ import annotations
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
 from trackbridge.detectors.monitors.learning_rate import LearningRate
+from trackbridge.detectors.monitors.level import Level
 from trackbridge.detectors.monitors.loss_scale import LossScale
 from trackbridge.detectors.monitors.memory import Memory
 from trackbridge.detectors.monitors.optimizer_state import OptimizerState
@@ -19,7 +20,7 @@ from trackbridge.detectors.monitors.rule import RuleMonitor
 from trackbridge.detectors.monitors.stall import Stall
 from trackbridge.detectors.monitors.throughput import Throughput
 
-__all__ = ["Look", "Monitor", "Regime", "Sign", "Stall", "monitors"]
+__all__ = ["Level", "Look", "Monitor", "Regime", "Sign", "Stall", "monitors"]
 
 
 def monitors(settings: DetectionConfig) -> list[Monitor]:
@@ -30,6 +31,7 @@ def monitors(settings: DetectionConfig) -> list[Monitor]:
         (settings.repeats.enabled, Repeats(settings.repeats)),
         (settings.optimizer_state.enabled, OptimizerState(settings.optimizer_state)),
         (settings.loss_scale.enabled, LossScale(settings.loss_scale)),
+        (settings.level.enabled, Level(settings.level)),
         (settings.throughput.enabled, Throughput(settings.throughput)),
         (settings.memory.enabled, Memory(settings.memory)),
         (settings.stall.enabled, Stall(settings.stall)),

@@ -1,0 +1,139 @@
+"""A level that stays up, or a slow climb, that no single value gives away.
+
+The band judges value by value, and a series whose ordinary values are heavy-tailed has a wide one. Two comparisons of medians do
+not mind tails:
+
+    step     the latest 6 values against the 24 before them: all are up, and their median by `step` scales
+    climb    the latest 8 values against 8 values some 40 steps ago: up by `climb` scales, and still rising
+
+A scale is the larger of the median deviation of the 24 values and that of their differences, over sqrt(2): neither a trend nor
+correlated noise makes it small. A rise must also be worth `share` of the loss (`factor` times a gradient norm, which grows by
+itself while a net learns: it counts only while the loss does not fall).
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Any, ClassVar
+
+from trackbridge.config import LevelConfig
+from trackbridge.detectors.monitors.base import Look, Monitor, Sign
+
+_RECENT, _BASE, _LONG = 6, 24, 48
+_KEPT = _LONG + 8
+_EVERY = 4  # steps between two looks for a climb
+_SIGMA = 1.4826
+_LEAST, _LEAST_LOG = 0.009, 0.1  # of the level; in log space: smaller scales are not believed, as in the band
+_LOSS, _NORM = "train/loss", "grad/norm"
+
+
+class Level(Monitor):
+    """Follows ``train/loss`` and ``grad/norm``, the latter on its logarithm."""
+
+    NAME = "level"
+    KEPT: ClassVar[tuple[str, ...]] = ("values", "steps", "told", "ended")
+
+    def __init__(self, config: LevelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.values: dict[str, list[float]] = {}
+        self.steps: dict[str, list[int]] = {}
+        self.told: dict[str, Any] = {}  # of what is told: series, the level before, half the way back to it, values since
+        self.ended = -1
+
+    def changed(self, event: str) -> None:
+        """A known change of regime: what was is no measure any more. A resume is none."""
+        if event != "resume":
+            self.values, self.steps = {}, {}
+
+    def update(self, look: Look) -> Sign | None:
+        found = None
+        for name in (_LOSS, _NORM):
+            value = look.finite(name)
+            if value is None or (name == _NORM and value <= 0):
+                continue
+            values, steps = self.values.setdefault(name, []), self.steps.setdefault(name, [])
+            values.append(math.log(value) if name == _NORM else value)
+            steps.append(look.step)
+            del values[:-_KEPT], steps[:-_KEPT]
+            if self.told.get("series") == name:
+                self._goes_on(values, look.step)
+            elif not self.told and found is None:
+                found = self._step(name) or (self._climb(name) if look.step % _EVERY == 0 else None)
+        return found
+
+    def over(self) -> int | None:
+        return self.ended if self.ended >= 0 else None
+
+    def _goes_on(self, values: list[float], step: int) -> None:
+        """Watch for the way back; a level that is kept for long is how it is now."""
+        self.told["since"] += 1
+        if median(values[-3:]) < self.told["back"]:
+            self.told, self.ended = {}, step
+        elif self.told["since"] > _LONG:
+            self.told = {}
+
+    def _step(self, name: str) -> Sign | None:
+        values = self.values[name]
+        if len(values) < _BASE + _RECENT:
+            return None
+        recent, base = values[-_RECENT:], values[-_BASE - _RECENT : -_RECENT]
+        lowest = min(recent)
+        if lowest <= base[-1] and lowest <= base[-2]:  # nearly always, and cheap
+            return None
+        level, height = median(base), median(recent)
+        scale = _scale(base, level, self._least(name, level))
+        if lowest <= level + 1.5 * scale or height - level <= self.config.step * scale or not self._matters(name, level, height):
+            return None
+        return self._sign(name, "shift", -_RECENT, level, height, scale, f"{_RECENT} values in a row")
+
+    def _climb(self, name: str) -> Sign | None:
+        values = self.values[name]
+        if len(values) < _KEPT:
+            return None
+        old, middle, recent = values[:8], values[24:32], values[-8:]
+        level, between, height = median(old), median(middle), median(recent)
+        if not level < between < height:
+            return None
+        base = values[:_BASE]
+        scale = _scale(base, median(base), self._least(name, level))
+        if height - level <= self.config.climb * scale or not self._matters(name, level, height, slow=True):
+            return None
+        return self._sign(name, "drift", 0, level, height, scale, f"a climb over {_LONG} values")
+
+    def _least(self, name: str, level: float) -> float:
+        return _LEAST_LOG if name == _NORM else _LEAST * abs(level)
+
+    def _matters(self, name: str, level: float, height: float, *, slow: bool = False) -> bool:
+        cfg = self.config
+        if name == _LOSS:
+            return height - level > (cfg.climb_share if slow else cfg.share) * abs(level) and self._out_in_logs(level, height)
+        loss = self.values.get(_LOSS, [])
+        falls = len(loss) >= _BASE and median(loss[-8:]) < median(loss[-_BASE:-8])
+        return height - level > math.log(cfg.factor) and not falls
+
+    def _out_in_logs(self, level: float, height: float) -> bool:
+        """The noise of a small positive loss is a share of it: there the rise must stand out in logarithms too."""
+        base = self.values[_LOSS][-_BASE - _RECENT : -_RECENT]
+        if min(base) <= 0 or level <= 0:
+            return True
+        logs = [math.log(value) for value in base]
+        return math.log(height / level) > 3.0 * _scale(logs, median(logs), _LEAST)
+
+    def _sign(self, name: str, kind: str, place: int, level: float, height: float, scale: float, how: str) -> Sign:
+        self.told = {"series": name, "level": level, "back": level + 0.25 * (height - level), "since": 0}
+        self.ended = -1
+        score = (height - level) / scale
+        onset = self.steps[name][place if place else 8]
+        plain = math.exp if name == _NORM else float
+        now, before = plain(height), plain(level)
+        severity = min(0.9, math.log10(max(score, 1.0)) / 2)
+        words = f"{name} went from {before:.3g} to {now:.3g}, {how}"
+        return Sign("level", kind, name, onset, now, before, score, severity, words)
+
+
+def _scale(base: list[float], level: float, least: float) -> float:
+    spread = median(abs(value - level) for value in base)
+    rough = median(abs(b - a) for a, b in zip(base, base[1:], strict=False)) / math.sqrt(2)
+    return max(_SIGMA * spread, _SIGMA * rough, least, 1e-12)
