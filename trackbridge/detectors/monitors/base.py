@@ -110,7 +110,8 @@ class Monitor:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.KEPT}
+        """JSON-able, and a copy: the monitor goes on while a checkpoint is written."""
+        return {name: _copied(getattr(self, name)) for name in self.KEPT}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` has; what it lacks stays as it is, so that an older state fits."""

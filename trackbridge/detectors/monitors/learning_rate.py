@@ -9,7 +9,7 @@ peak. A restart is a change of regime for the loss.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trackbridge.config import LearningRateConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
@@ -129,6 +129,3 @@ class LearningRate(Monitor):
         factor = max(value, 1e-3 * g["before"]) / g["before"]
         severity = min(0.9, 0.4 + 0.25 * abs(math.log10(factor)))
         return Sign(FAULT, "shift", name, onset, value, g["before"], factor, severity, words)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "groups": {name: dict(g) for name, g in self.groups.items()}}

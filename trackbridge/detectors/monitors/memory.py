@@ -11,7 +11,7 @@ mark that rises through the latest `_MARKS` stretches without falling back, and 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trackbridge.config import MemoryConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
@@ -104,6 +104,3 @@ class Memory(Monitor):
         self.told, self.level, self.ended = name, marks[0] + rise / 2, -1
         words = f"{name} rose by {rise / 2**20:.0f} MiB in {steps} steps, {how}"
         return Sign(fault, "memory", name, onset, marks[-1], marks[0], rise / marks[0], 0.5, words)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "marks": {name: list(marks) for name, marks in self.marks.items()}}

@@ -9,7 +9,7 @@ chance where a batch is a sample or two: then it takes three in a row, at one di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trackbridge.config import RepeatsConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
@@ -67,9 +67,6 @@ class Repeats(Monitor):
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "seen": dict(self.seen)}
 
     def _fresh(self, step: int) -> None:
         self.row = self.distance = 0

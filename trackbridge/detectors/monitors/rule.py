@@ -53,9 +53,6 @@ class RuleMonitor(Monitor):
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None
 
-    def state_dict(self) -> dict[str, object]:
-        return {**super().state_dict(), "counts": dict(self.counts)}
-
 
 @cache
 def capacity(series: str) -> float | None:
