@@ -119,7 +119,8 @@ def replay(where: Path) -> None:
     import trackbridge
 
     report = trackbridge.replay.rerun(trackbridge.pull(where / "run"), lambda: (*objects(), step))
-    print(f"{report.verdict}: {report.reason}; first divergence: {report.first_divergence}; {report.seconds:.1f} s")
+    floor = f"floor {report.noise_ulp or 0:.3g} ULP, at most {report.noise_max_ulp or 0:.3g}"
+    print(f"{report.verdict}: {report.reason}; {floor}; first divergence: {report.first_divergence}; {report.seconds:.1f} s")
 
 
 def main() -> None:

@@ -174,3 +174,21 @@ def test_weights_after_the_update_and_gradients_as_the_optimizer_used_them(tmp_p
 def test_none_when_they_are_off(tmp_path: Path) -> None:
     path = replays.record(tmp_path, parameters={"histograms_every": 0})
     assert trackbridge.load(path).histograms() == [] and trackbridge.pull(path).histograms == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_without_waiting() -> None:
+    tensors = [torch.randn(size, device="cuda") * 10.0**-size for size in (3, 250, 5)]
+    tensors += [torch.randn(5_000_000, device="cuda"), torch.zeros(3_000_000, device="cuda")]
+    low = [tensor.to(torch.bfloat16) for tensor in tensors]
+    expected = [np.stack([count_on_cpu(tensor.cpu()) for tensor in each]) for each in (tensors, low)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [count_on_device(tensors), count_on_device(low)]
+        torch.use_deterministic_algorithms(True)
+        again = count_on_device(tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.cuda.set_sync_debug_mode("default")
+    assert all((counts.cpu().numpy() == wanted).all() for counts, wanted in zip(found, expected, strict=True))
+    assert (again.cpu().numpy() == expected[0]).all()
