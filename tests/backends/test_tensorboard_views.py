@@ -112,7 +112,7 @@ def test_a_capsule_shows_its_pictures_and_its_post_mortem(tmp_path: Path) -> Non
     assert (int(width), int(height)) == Image.open(io.BytesIO(data)).size == (9, 5)
     text = {tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in of_plugin(reader, "text")}
     assert text["post-mortem/spike-7"] == "# Post-mortem 7"
-    assert text["anomaly/spike-7"].startswith("**What happened.** **train/loss** was **9.5**")
+    assert text["anomaly/spike-7"].startswith("- **What happened.** **train/loss** was **9.5**")
     assert "kind" in text["artifact/spike-9"]
     again = ship(run, two)
     assert len(again.Tensors("pictures/gradient-map")) == 2, "nothing twice"
@@ -125,6 +125,8 @@ def test_what_cannot_be_shown_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(exhibits.of(tmp_path)[1]) == {"pictures/b"}
     monkeypatch.setattr(exhibits, "_LARGEST", 10)
     assert exhibits.of(tmp_path) == ({}, {}) and exhibits.page(tmp_path) is None
+    (tmp_path / "report.html").write_text("<p>a page of more than ten bytes</p>")
+    assert exhibits.page(tmp_path) == tmp_path / "report.html", "a page may be larger than a picture"
 
 
 def histograms(seq: int, step: int, **tensors: Any) -> Histograms:

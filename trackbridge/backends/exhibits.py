@@ -13,6 +13,7 @@ from pathlib import Path
 PICTURES, TABLES, POST_MORTEM, PAGE = "pictures", "tables", "post-mortem", "report.html"
 MADE = "made.json"
 _LARGEST = 4 << 20
+_LARGEST_PAGE = 32 << 20
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -30,7 +31,7 @@ def of(folder: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 def page(folder: Path) -> Path | None:
     """The HTML page of the artifact at `folder`, None without one."""
     found = folder / PAGE
-    return found if _showable(found) else None
+    return found if _showable(found, _LARGEST_PAGE) else None
 
 
 def tables(folder: Path) -> list[str]:
@@ -46,5 +47,5 @@ def made(views: Path) -> int:
         return -1
 
 
-def _showable(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST
+def _showable(path: Path, most: int | None = None) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size <= (most or _LARGEST)

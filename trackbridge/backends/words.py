@@ -22,8 +22,8 @@ def anomaly_line(anomaly: Anomaly) -> str:
 
 def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     """The anomaly as a short page: the five questions, then the facts and the hypotheses with their evidence."""
-    lines = [f"**{question}.** {answer}" for question, answer in answers(anomaly, commands)]
-    lines = [line for answer in lines for line in (answer, "")]
+    lines = [f"- **{question}.** {answer}" for question, answer in answers(anomaly, commands)]  # close together: MLflow folds
+    lines.append("")
     facts = {
         "ranks": ", ".join(map(str, anomaly.ranks)),
         "cascade": ", ".join(f"{series} ({step})" for series, step in anomaly.cascade),
