@@ -40,8 +40,9 @@ def _count(
         if SCALED:
             x = tl.div_rn(x, by)
         code = (x.to(tl.int32, bitcast=True) >> 22) & (CODES - 1)
-        found += tl.histogram(code, CODES, mask=inside)
+        found += tl.histogram(tl.where(inside, code, 0), CODES)
     codes = tl.arange(0, CODES)
+    found -= tl.where(codes == 0, tl.cdiv(length, BLOCK) * BLOCK - length, 0)  # what is outside was counted as 0
     tl.atomic_add(counts + tensor.to(tl.int64) * CODES + codes, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
