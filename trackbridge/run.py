@@ -105,7 +105,7 @@ def init(
     directory, info = attempts.begin(merged, ranks, backends, config or {})
     secretive = {backend.kind: backend for backend in _alerts(merged)}  # run.json does not know the addresses
     known = [secretive.get(one.kind, one) for one in resolve(directory.read().backends)] if ranks.leader else []
-    served = [one for one in known if one.ready()]
+    served = [one for one in known if one.lacking() is None]
     for backend_config in backends if ranks.leader else ():
         backend_config.introduce(info)
     return Run(merged, directory, info, served, dict(config or {}))

@@ -18,6 +18,7 @@ from trackbridge import shipper
 from trackbridge.backends.alerts import TRIES, VARIABLE, AlertsBackend, AlertsConfig, counts
 from trackbridge.errors import ConfigError, Rejected, RetryLater
 from trackbridge.records import Anomaly, RunInfo
+from trackbridge.rundir import RunDirectory
 from trackbridge.testing import run_info
 
 SECRET = "s3cr3t-p4th-of-a-w3bh00k"
@@ -186,7 +187,10 @@ def test_a_run_alerts_through_its_shipper_and_writes_the_address_nowhere(
     assert inbox.titles() == [f"spike at step 50 of {run.id}: train/loss"]
     for path in run.dir.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
-    # Later, without the address: nothing is owed, and nothing waits for it. With it: nothing is sent twice.
+    # Later, without the address: nobody is served, and who asks for it is told. With it: nothing is sent twice.
+    assert shipper.configured(RunDirectory(run.dir)) == []
+    with pytest.raises(ConfigError, match=f"set {VARIABLE}"):
+        shipper.configured(RunDirectory(run.dir), ["alerts"])
     assert not shipper.sync(run.dir, timeout=20, to=[AlertsConfig().to([inbox.url()])]).busy
     assert len(inbox.messages) == 1
 

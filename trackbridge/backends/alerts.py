@@ -71,8 +71,8 @@ class AlertsConfig(BackendConfig):
     def secrets(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(self.urls)}
 
-    def ready(self) -> bool:
-        return bool(self.urls)
+    def lacking(self) -> str | None:
+        return None if self.urls else f"there is nobody to alert: set {VARIABLE} to a JSON list of apprise URLs"
 
     def build(self) -> Backend:
         return AlertsBackend(self)

@@ -75,9 +75,10 @@ class BackendConfig(BaseModel):
         """What the shipper's process needs to serve it and no file may hold, as environment variables."""
         return {}
 
-    def ready(self) -> bool:
-        """False where it cannot be served here and now (its secrets are elsewhere): what it is owed waits in the journal."""
-        return True
+    def lacking(self) -> str | None:
+        """What is missing to serve it here and now, such as secrets that no file holds; None if nothing. What it is owed waits
+        in the journal."""
+        return None
 
     def build(self) -> Backend:
         raise NotImplementedError(f"{type(self).__name__}.build")

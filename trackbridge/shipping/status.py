@@ -9,7 +9,7 @@ from typing import Any
 
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
-from trackbridge.errors import TrackbridgeError
+from trackbridge.errors import ConfigError, TrackbridgeError
 from trackbridge.history import find
 from trackbridge.journal import last_seq
 from trackbridge.rundir import RunDirectory
@@ -54,12 +54,17 @@ def statuses(directory: RunDirectory, configs: Mapping[str, BackendConfig | None
 def configured(directory: RunDirectory, kinds: Sequence[str] | None = None) -> list[BackendConfig]:
     """The backends of ``run.json`` that a process of ours serves; or those of `kinds`, configured as there if they are there.
 
-    Raises `ConfigError` for an unknown kind and `MissingExtraError` for a missing package.
+    Raises `ConfigError` for an unknown kind, or one of `kinds` that lacks something here, and `MissingExtraError` for a missing
+    package.
     """
     given = {str(config["kind"]): config for config in directory.read().backends}
     if kinds is not None:
-        return resolve([given.get(kind, kind) for kind in kinds])
-    return [config for config in resolve(list(given.values())) if not config.in_process and config.ready()]
+        named = resolve([given.get(kind, kind) for kind in kinds])
+        for config in named:
+            if (lack := config.lacking()) is not None:
+                raise ConfigError(lack)
+        return named
+    return [config for config in resolve(list(given.values())) if not config.in_process and config.lacking() is None]
 
 
 def _resolved(given: Any) -> BackendConfig | None:
