@@ -194,7 +194,10 @@ def trainscope(case: Case, folder: Path) -> None:
     import trainscope as ts
     from trainscope.core.config import TrainScopeConfig
 
-    scope = ts.TrainScope(case.model, case.optimizer, TrainScopeConfig(run_dir=str(folder), run_name="overhead")).attach()
+    config = TrainScopeConfig(
+        run_dir=str(folder), run_name="overhead", integrations={"wandb": False}
+    )  # that run is another case's
+    scope = ts.TrainScope(case.model, case.optimizer, config).attach()
     case.before_step = lambda loss: scope.step(loss.item())
 
 

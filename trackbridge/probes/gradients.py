@@ -132,7 +132,7 @@ class GradientProbe:
         for target, values in ((self._norm, norm), (self._peak, peak), (self._nonfinite, bad)):
             target.write(rows, values)
         self._counted[rows] = 1.0
-        self._scaled = {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
+        self._scaled |= {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
 
     @torch.no_grad()
     def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor] | None, place: int) -> None:
