@@ -185,3 +185,14 @@ def test_two_pulls_at_once_do_not_share_a_quarantine(tmp_path: Path) -> None:
     with fetch._locked(tmp_path / ".pull-x") as one, fetch._locked(tmp_path / ".pull-x") as two:
         assert one != two and two.is_dir()
     assert pull(reference, tmp_path / "here").verify()
+
+
+def test_an_equal_capsule_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    """Each rank of a replay pulls; none pulls the rug from under another. A damaged one is replaced."""
+    reference = tensorboard(tmp_path, make(tmp_path / "made"))
+    first = pull(reference, tmp_path / "here")
+    before = first.path.stat().st_ino
+    assert pull(reference, tmp_path / "here").path.stat().st_ino == before
+    (first.path / "window.parquet").write_bytes(b"x")
+    again = pull(reference, tmp_path / "here")
+    assert again.path.stat().st_ino != before and again.verify()

@@ -94,7 +94,8 @@ def _arrive(folder: Path, what: str, bring: Callable[[Path], Path], max_bytes: i
             try:
                 arrived = bring(own)
                 capsules.load(arrived, max_bytes=max_bytes)
-                return capsules.load(held.place(arrived, folder / arrived.name), max_bytes=max_bytes)
+                with _alone(folder):
+                    return _placed(arrived, folder / arrived.name, max_bytes)
             except BaseException as error:
                 if not isinstance(error, (CapsuleError, ReferenceNotFoundError, UsageError)) and any(own.rglob("*.*")):
                     own = Path()  # keep it
@@ -108,6 +109,27 @@ def _arrive(folder: Path, what: str, bring: Callable[[Path], Path], max_bytes: i
     finally:
         if new and not any(folder.iterdir()):
             folder.rmdir()  # nothing came
+
+
+def _placed(arrived: Path, target: Path, max_bytes: int) -> SpikeCapsule:
+    """The verified capsule at `target`. An equal one that is there stays: another rank of a replay may be reading it."""
+    try:
+        if (target / capsules.MANIFEST).read_bytes() == (arrived / capsules.MANIFEST).read_bytes():
+            return capsules.load(target, max_bytes=max_bytes)
+    except (OSError, TrackbridgeError):
+        pass  # nothing there, or damaged
+    return capsules.load(held.place(arrived, target), max_bytes=max_bytes)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(lock, wait=True)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -124,11 +146,11 @@ def _locked(quarantine: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _lock(folder: int) -> bool:
+def _lock(folder: int, *, wait: bool = False) -> bool:
     try:
         import fcntl
 
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except ImportError:  # pragma: no cover - no locks on this system: two pulls of one capsule at a time are on their own
         return True
     except OSError:
