@@ -596,6 +596,7 @@ class Run:
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
             kept = self._keeper.wait(max(deadline - time.monotonic(), 0.1))
             closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1)) and kept
+        self._retainer.closed()
         with Part("detaching from the model", strict=self._settings.strict):
             self._detach()
         with Part("waiting for delivery", strict=self._settings.strict):

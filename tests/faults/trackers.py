@@ -262,7 +262,7 @@ class Wandb:
             os.environ[f"WANDB__{what}_RETRY_WAIT_MIN_SECONDS"] = "1"
 
     def config(self, run: RunDirectory) -> BackendConfig:
-        return QuickConfig(base_url=self.server.url, entity="team", project="faults", mode="online")
+        return QuickConfig(base_url=self.server.url, entity="team", project=run.path.name, mode="online")
 
     def disturb(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         from tests.wandb_server import Cut, Drop, Status
@@ -284,17 +284,16 @@ class Wandb:
 
     def held(self, run: RunDirectory, series: set[str]) -> Held:
         found: Points = {}
-        history = self.server.run("faults", run.path.name)
-        for row in history.history():
+        for row in self.server.run(run.path.name, run.path.name).history():
             for key, value in row.items():
                 if key in series:
                     found.setdefault(key, []).append((int(row[STEP]), float(value)))
         artifacts = {}
         for (_, project, name), collection in self.server.artifacts.collections.items():
-            if project == "faults" and f"artifacts/{name}" and (run.artifacts / name).exists():
+            if project == run.path.name and (run.artifacts / name).exists():
                 assert len(collection.versions) == 1, f"{name} has {len(collection.versions)} versions"
                 step = name.rsplit("-", 1)[1]
-                artifacts[name] = self.server.artifacts.files(("team", "faults", name), f"step-{step}")
+                artifacts[name] = self.server.artifacts.files(("team", project, name), f"step-{step}")
         return Held(found, artifacts)
 
     def close(self) -> None:
