@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -142,7 +141,7 @@ def ranked(tries: Sequence[Try]) -> tuple[Try, ...]:
     than `TOLD_APART` are a tie, which the change that gave up less wins."""
 
     def place(t: Try) -> tuple[bool, int, float, float]:
-        score = t.score if t.score is not None else math.inf
+        score = t.score or 0.0
         return t.outcome != "prevented", round(score / TOLD_APART), t.given_up, score
 
     ran = sorted((t for t in tries if t.ran), key=place)
