@@ -97,7 +97,12 @@ def theirs(shoot: Callable[..., None], demo: Path) -> None:
         experiment, run = store.execute("select experiment_id, run_uuid from runs").fetchone()
     with servers.mlflow(demo) as url:
         at = f"{url}/#/experiments/{experiment}/runs/{run}"
-        shoot("mlflow-run", at, lambda tab: tab.get_by_text("What happened.").first.wait_for(), size=(1366, 1100))
+
+        def told(tab: Any) -> None:
+            tab.get_by_text("What happened.").first.wait_for()
+            tab.get_by_text("Show more").first.click()
+
+        shoot("mlflow-run", at, told, size=(1366, 1100))
 
         def inside(tab: Any) -> None:
             tab.get_by_text("spike-").first.click()

@@ -35,7 +35,7 @@ function lineChart(host, lines, options = {}) {
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false, dist: 6, setScale: false } },
       scales: {
         x: { time: false, range: (_, low, high) => view.range ?? padded(low, high) },
-        y: { distr: log ? 3 : 1 },
+        y: log ? { distr: 3, range: (_, low, high) => (low > 0 ? [low / 1.3, high * 1.3] : [0.1, 10]) } : {},
       },
       axes: [
         { ...axis, size: 28, gap: 4, values: (_, ticks) => ticks.map((t) => (Number.isInteger(t) ? t.toLocaleString("en") : "")) },
@@ -102,8 +102,11 @@ function lineChart(host, lines, options = {}) {
   return made;
 }
 
-/** Of the places on a logarithmic axis, the powers of ten. */
-const decades = (_, places) => places.map((v) => (Number.isInteger(+Math.log10(v).toFixed(9)) ? v : null));
+/** Of the places on a logarithmic axis, the powers of ten; all where it spans less than two of them. */
+const decades = (_, places) => {
+  const shown = places.map((v) => (Number.isInteger(+Math.log10(v).toFixed(9)) ? v : null));
+  return shown.filter((v) => v != null).length > 1 ? shown : places;
+};
 
 /** Whether the mouse is in the chart, which then leads. */
 const pointed = (plot) => plot.over.matches(":hover");

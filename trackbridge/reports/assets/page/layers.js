@@ -44,7 +44,8 @@ function layers() {
     const around = key.startsWith("layer/") ? module(key.slice("layer/".length)) : null;
     const its = around ? known.get(`act/${around}`).map((name) => [name, around]) : [];
     const place = ([name]) => { const at = FIRST.indexOf(parts(name)[2]); return at < 0 ? 99 : at; };
-    return [...own, ...its].sort((a, b) => place(a) - place(b)).slice(0, 12);
+    const tells = ([name]) => !name.endsWith("nonfinite") || store.get(name).values.some((v) => v !== 0);
+    return [...own, ...its].filter(tells).sort((a, b) => place(a) - place(b)).slice(0, 12);
   }
 
   function module(parameter) {
