@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.capsules import make
+from tests.capsules import adopt, make
 from tests.recordings import Trainer
 from tests.test_page import words
 from trackbridge import capsule as capsules
@@ -88,8 +88,23 @@ def test_a_sealed_capsule_is_part_of_the_runs_page(trainer: Trainer) -> None:
     page = said(trainer)
     assert "Tier re-feed" in page and "Batches at the onset" in page
     assert f"trackbridge replay {trainer.directory.path}@13 --build my_module:build" in page
-    (trainer.directory.path / SEALED / "window.parquet").write_bytes(b"damaged")
+    (trainer.directory.path / SEALED / "layers.parquet").write_bytes(b"damaged")
     assert f"The capsule {SEALED} is not here, or is damaged." in said(trainer)
+
+
+def test_tables_that_are_not_a_capsules_are_one_line(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    capsule = make(tmp_path / "spike-13")
+    table = pq.read_table(capsule / "rank-0000" / "batches.parquet")
+    table = table.rename_columns([f"not_{name}" for name in table.column_names])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    adopt(capsule, "rank-0000/batches.parquet", sink.getvalue().to_pybytes())
+    done = invoke(capsule)
+    assert done.exit_code == 2 and "tables that are not a capsule's" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_ranks_are_compared_where_there_are_several(tmp_path: Path) -> None:

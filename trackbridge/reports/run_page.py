@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trackbridge import capsule as capsules
+from trackbridge import untrusted
 from trackbridge.answers import now
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.errors import TrackbridgeError
@@ -37,8 +38,8 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
     """What the page of `record` says. The most severe anomaly is its subject; those of the worst that have a sealed capsule get
     an inspector with what the capsule tells."""
     found = sorted(record.anomalies, key=lambda a: (-a.severity, a.onset))
-    sealed = {anomaly.id: capsule for anomaly in found[:INSPECTED] if (capsule := _capsule(record, anomaly))}
-    spikes = [_inspected(anomaly, sealed.get(anomaly.id)) for anomaly in found[:INSPECTED]]
+    sealed = {anomaly.id: opened for anomaly in found[:INSPECTED] if (opened := _opened(record, anomaly))}
+    spikes = [sealed[anomaly.id][1] if anomaly.id in sealed else Spike(anomaly) for anomaly in found[:INSPECTED]]
     info, subject = record.info, spikes[0].anomaly if spikes else None
     tables, curves = _ranks(record, subject)
     return PageData(
@@ -50,12 +51,14 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
         series=Recorded(record),
         spikes=spikes,
         marked=found[INSPECTED:],
-        actions=actions(record, subject, sealed.get(subject.id) if subject else None, live=live is not None),
+        actions=actions(
+            record, subject, sealed[subject.id][0] if subject and subject.id in sealed else None, live=live is not None
+        ),
         histograms=record.histograms(),
         ranks=tables,
         rank_curves=curves,
         rank_series=spike.RANK_SERIES,
-        missing=missing(record, found),
+        missing=missing(record, found[:INSPECTED], sealed),
         facts=_facts(record),
         live=live,
     )
@@ -90,18 +93,22 @@ class _Items(ItemsView[str, Series]):
         return self._mapping.record.many(self._mapping)
 
 
-def _capsule(record: RunRecord, anomaly: Anomaly) -> SpikeCapsule | None:
+def _opened(record: RunRecord, anomaly: Anomaly) -> tuple[SpikeCapsule, Spike] | None:
+    """The anomaly's capsule in this run directory and what its inspector shows, None where it is not there or is damaged.
+
+    Digests are not checked: they are `pull`'s business, and a run's snapshots may be many gigabytes.
+    """
     folder = record.path / anomaly.capsule if anomaly.capsule else None
     if folder is None or not (folder / capsules.MANIFEST).is_file():
         return None
     try:
-        return capsules.load(folder)
+        capsule = capsules.parse_manifest(untrusted.read_json(folder / capsules.MANIFEST))
+        if capsule.local is not None and folder.with_name(folder.name + capsules.LOCAL).is_dir():
+            capsule = capsule.model_copy(update={"tier": capsule.local.tier, "missing": capsule.local.missing})
+        capsule = capsule.at(folder)
+        return capsule, spike.inspected(capsule, anomaly)
     except TrackbridgeError:
-        return None  # `missing` says that it is damaged
-
-
-def _inspected(anomaly: Anomaly, capsule: SpikeCapsule | None) -> Spike:
-    return spike.inspected(capsule, anomaly) if capsule else Spike(anomaly)
+        return None  # `missing` says so
 
 
 def actions(
@@ -126,17 +133,17 @@ def actions(
     return [("Nothing has to be done.", "")]
 
 
-def missing(record: RunRecord, found: Sequence[Anomaly]) -> list[str]:
+def missing(record: RunRecord, found: Sequence[Anomaly], sealed: Container[str]) -> list[str]:
     """What this page cannot say, and why."""
     lacks = [str(record.damage)] if record.damage else []
     ranks = set(RunDirectory(record.path).ranks())
     absent = sorted(set(range(record.info.world_size)) - ranks)
     if absent:
         lacks.append(f"The journals of {len(absent)} of {record.info.world_size} ranks are not on this disk.")
-    for anomaly in found[:INSPECTED]:
+    for anomaly in found:
         if not anomaly.capsule:
             lacks.append(f"No capsule of the {anomaly.kind} at step {anomaly.onset}: it cannot be run again from here.")
-        elif _capsule(record, anomaly) is None:
+        elif anomaly.id not in sealed:
             lacks.append(f"The capsule {anomaly.capsule} is not here, or is damaged.")
     for name in ("trackbridge/rows_dropped", "trackbridge/rows_lost", "trackbridge/contexts_dropped"):
         if name in record.names and (lost := np.nanmax(record.series(name)[1])) > 0:

@@ -12,6 +12,7 @@ import numpy as np
 
 from trackbridge.answers import INTERVENTIONS, how_to_test
 from trackbridge.capsule import SpikeCapsule
+from trackbridge.errors import CapsuleError
 from trackbridge.names import is_wide
 from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.reports.contents import post_mortem_of
@@ -54,9 +55,14 @@ def inspected(capsule: SpikeCapsule, anomaly: Anomaly | None = None) -> Spike:
     anomaly = anomaly or capsule.anomaly
     if not anomaly.hypotheses:
         anomaly = anomaly.updated(hypotheses=capsule.anomaly.hypotheses)
+    try:
+        tables = (_layers(capsule), _batches(capsule), _tokens(capsule))
+    except (LookupError, TypeError, ValueError) as error:  # columns that a stranger left out, or filled with something else
+        why = f"{type(error).__name__}: {str(error)[:120]}"
+        raise CapsuleError(f"{capsule.path.name} has tables that are not a capsule's ({why})") from None
     return Spike(
         anomaly=anomaly,
-        tables=(_layers(capsule), _batches(capsule), _tokens(capsule)),
+        tables=tables,
         post_mortem=post_mortem_of(capsule),
         tier=capsule.tier,
         missing=capsule.missing,
