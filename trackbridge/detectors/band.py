@@ -131,8 +131,9 @@ class BandDetector(SeriesState):
         if seen.size and not seen.all():
             self._begin(ok & (seen == 0), x)
         ahead, own, scale, expected, factor = self._ahead()
-        u = units.skewed((x - expected) / scale, scale, expected, self.signed)
-        above, below = self._outside(u, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
+        u = (x - expected) / scale
+        score = units.skewed(u, scale, expected, self.signed)
+        above, below = self._outside(score, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
         verdicts = [
@@ -142,7 +143,7 @@ class BandDetector(SeriesState):
         young = np.reciprocal(seen.astype(np.float64) + 1.0)
         self._learn(x, u, ahead, expected, own, scale, learn, young)
         if above.any() or below.any() or self.run.any():
-            verdicts += self._excursions(step, x, u, expected, scale, ok, above, below)
+            verdicts += self._excursions(step, x, score, expected, scale, ok, above, below)
         self.signed |= ok & (x <= 0.0)
         self.rest = np.where(above, 0, self.rest + ok)
         verdicts += self._drifts(step, x, scale, learn, young, factor)

@@ -22,7 +22,6 @@ _WIDE = ("/grad_norm", "/kurtosis", "/update_ratio")
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
 _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
 _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
-_LATE = 10  # steps after an excursion's detection in which its cause may still be seen: weights are measured every ten
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _PLANS = 512  # schemas remembered
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
@@ -242,9 +241,13 @@ class Watch:
         return [episode.refreshed()]
 
     def _effect(self, sign: Sign) -> Episode | None:
-        """The excursion, under way or just over, that a fault seen only now has caused."""
-        for episode in (self._open.get("excursion"), self._latest):
-            if episode is not None and episode.anomaly.onset - _CAUSE <= sign.onset <= episode.anomaly.step + _LATE:
+        """The excursion, under way or just over, that a fault seen only now has caused; or that `sign` sees too."""
+        under_way = self._open.get("excursion")
+        if under_way is not None and (is_loss(sign.series) or is_global_gradient(sign.series)):
+            return under_way
+        earliest = sign.onset if sign.earliest is None else sign.earliest
+        for episode in (under_way, self._latest):
+            if episode is not None and episode.anomaly.onset - _CAUSE <= sign.onset and earliest <= episode.anomaly.onset:
                 return episode
         return None
 

@@ -29,6 +29,8 @@ class Sign:
     score: float
     severity: float
     words: str
+    earliest: int | None = None
+    """Where what is measured now and then was seen late: the first step at which it may have happened. Else the onset."""
 
     @property
     def note(self) -> str:

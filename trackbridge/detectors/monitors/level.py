@@ -1,10 +1,10 @@
 """A level that stays up, or a slow climb, that no single value gives away.
 
-The band judges value by value, and a series whose ordinary values are heavy-tailed has a wide one. Two comparisons of medians do
-not mind tails:
+The band judges value by value, and a series whose ordinary values are heavy-tailed has a wide one. Two comparisons of
+medians do not mind tails:
 
     step     the latest 6 values against the 24 before them: all are up, and their median by `step` scales
-    climb    the latest 8 values against 8 values some 40 steps ago: up by `climb` scales, and still rising
+    climb    the latest 12 values against 8 values some 40 steps ago: up by `climb` scales, and on the way in between
 
 A scale is the larger of the median deviation of the 24 values and that of their differences, over sqrt(2): neither a trend nor
 correlated noise makes it small. A rise must also be worth `share` of the loss (`factor` times a gradient norm, which grows by
@@ -14,6 +14,7 @@ itself while a net learns: it counts only while the loss does not fall).
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
@@ -84,7 +85,8 @@ class Level(Monitor):
             return None
         level, height = median(base), median(recent)
         scale = _scale(base, level, self._least(name, level))
-        if lowest <= level + 1.5 * scale or height - level <= self.config.step * scale or not self._matters(name, level, height):
+        low = lowest <= level + 1.5 * scale or height - level <= self.config.step * scale
+        if low or not self._matters(name, level, height, base, self.config.share, self.config.step):
             return None
         return self._sign(name, "shift", -_RECENT, level, height, scale, f"{_RECENT} values in a row")
 
@@ -92,34 +94,26 @@ class Level(Monitor):
         values = self.values[name]
         if len(values) < _KEPT:
             return None
-        old, middle, recent = values[:8], values[24:32], values[-8:]
+        old, middle, recent = values[:8], values[24:32], values[-12:]
         level, between, height = median(old), median(middle), median(recent)
-        if not level < between < height:
+        if between <= level + 0.1 * (height - level) or between >= height:  # a step, or already over
             return None
         base = values[:_BASE]
         scale = _scale(base, median(base), self._least(name, level))
-        if height - level <= self.config.climb * scale or not self._matters(name, level, height, slow=True):
+        cfg = self.config
+        if height - level <= cfg.climb * scale or not self._matters(name, level, height, base, cfg.climb_share, cfg.climb):
             return None
         return self._sign(name, "drift", 0, level, height, scale, f"a climb over {_LONG} values")
 
     def _least(self, name: str, level: float) -> float:
         return _LEAST_LOG if name == _NORM else _LEAST * abs(level)
 
-    def _matters(self, name: str, level: float, height: float, *, slow: bool = False) -> bool:
-        cfg = self.config
+    def _matters(self, name: str, level: float, height: float, base: list[float], share: float, bar: float) -> bool:
         if name == _LOSS:
-            return height - level > (cfg.climb_share if slow else cfg.share) * abs(level) and self._out_in_logs(level, height)
+            return height - level > share * abs(level) and _out_in_logs(level, height, base, bar)
         loss = self.values.get(_LOSS, [])
         falls = len(loss) >= _BASE and median(loss[-8:]) < median(loss[-_BASE:-8])
-        return height - level > math.log(cfg.factor) and not falls
-
-    def _out_in_logs(self, level: float, height: float) -> bool:
-        """The noise of a small positive loss is a share of it: there the rise must stand out in logarithms too."""
-        base = self.values[_LOSS][-_BASE - _RECENT : -_RECENT]
-        if min(base) <= 0 or level <= 0:
-            return True
-        logs = [math.log(value) for value in base]
-        return math.log(height / level) > 3.0 * _scale(logs, median(logs), _LEAST)
+        return height - level > math.log(self.config.factor) and not falls
 
     def _sign(self, name: str, kind: str, place: int, level: float, height: float, scale: float, how: str) -> Sign:
         self.told = {"series": name, "level": level, "back": level + 0.25 * (height - level), "since": 0}
@@ -133,7 +127,15 @@ class Level(Monitor):
         return Sign("level", kind, name, onset, now, before, score, severity, words)
 
 
+def _out_in_logs(level: float, height: float, base: list[float], bar: float) -> bool:
+    """The noise of a small positive loss is a share of it: there the rise must stand out in logarithms too."""
+    if min(base) <= 0 or level <= 0:
+        return True
+    logs = [math.log(value) for value in base]
+    return math.log(height / level) > bar * _scale(logs, median(logs), _LEAST)
+
+
 def _scale(base: list[float], level: float, least: float) -> float:
     spread = median(abs(value - level) for value in base)
-    rough = median(abs(b - a) for a, b in zip(base, base[1:], strict=False)) / math.sqrt(2)
+    rough = median(abs(b - a) for a, b in pairwise(base)) / math.sqrt(2)
     return max(_SIGMA * spread, _SIGMA * rough, least, 1e-12)

@@ -74,4 +74,5 @@ class OptimizerState(Monitor):
             fault, severity = STALE, 0.6
             words = f"the second moment of {layer}{others} fell to {ratio[worst]:.3g} of its value within {gap} steps"
         score = limit / max(float(ratio[worst]), 1e-12)
-        return Sign(fault, "shift", names[worst], step, float(now[worst]), float(before[worst]), score, severity, words)
+        value, expected = float(now[worst]), float(before[worst])
+        return Sign(fault, "shift", names[worst], step, value, expected, score, severity, words, self.at + 1)
