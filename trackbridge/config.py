@@ -128,10 +128,10 @@ class LevelConfig(Section):
     """A loss or gradient norm that stays up, or climbs, without a single value that gives it away."""
 
     enabled: bool = True
-    step: float = Field(4.0, gt=0, description="scales by which the median of 6 values must lie above the 24 before them")
+    step: float = Field(3.5, gt=0, description="scales by which the median of 6 values must lie above the 24 before them")
     share: float = Field(0.12, ge=0, description="share of the loss that such a step must be worth")
     climb: float = Field(6.0, gt=0, description="the same for a climb over 48 values")
-    climb_share: float = Field(0.2, ge=0, description="share of the loss that a climb must be worth")
+    climb_share: float = Field(0.15, ge=0, description="share of the loss that a climb must be worth")
     factor: float = Field(3.0, gt=1, description="factor of the gradient norm that either must be worth")
 
 

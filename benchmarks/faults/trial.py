@@ -62,6 +62,8 @@ class Injection:
     """Steps that are trained after the injection."""
     epoch = 1 << 40
     """Batches of one pass over the data."""
+    shown = True
+    """The loop goes through `run.batches`."""
     always = False
     """A fault even where the loss does not show it."""
 
@@ -178,7 +180,8 @@ class Trial:
         number = self.step * self.micro
         while True:
             last = number - number % self.injection.epoch + self.injection.epoch
-            yield from self.run.batches(_Pass(self, number, last))
+            batches = _Pass(self, number, last)
+            yield from self.run.batches(batches) if self.injection.shown else batches
             number = last
 
     def _one_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of what the steps consumed, tensor by tensor: the recorded ones, and more where the batches themselves were kept."""
+"""Statistics of what the steps consumed, tensor by tensor: the recorded ones, and more where the batches were kept."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Batches:
         return max(((float(value) - middle) / scale for value in now), key=abs)
 
     def usual(self, tensor: str, key: str) -> FloatArray:
-        """Values more than `NEAR` steps before the onset; the later half of those that compare with all before, for to the first
+        """Values more than `NEAR` steps before the onset; the later half of those that compare with all before: to the first
         batches everything is new."""
         before = self.step_values(tensor, key, 0, self.onset - NEAR - 1)
         return before[len(before) // 2 :] if key in _LEARNED else before
@@ -127,8 +127,8 @@ class Batches:
         )
 
     def shifted(self, first: int, last: int) -> list[tuple[str, str, float]]:
-        """(tensor, key, z) of statistics whose mean over the steps `first` to `last` lies beyond 5 standard errors of the batches
-        before the onset."""
+        """(tensor, key, z) of statistics whose median over the steps `first` to `last` lies beyond 5 standard errors of the
+        batches before the onset."""
         found = []
         for tensor, key in self.table:
             before, after = self.usual(tensor, key), self.step_values(tensor, key, first, last)

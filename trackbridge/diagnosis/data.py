@@ -79,6 +79,9 @@ def corrupt_batch(view: View, case: Case) -> None:
     stays = inputs_shifted(view)
     if odd and stays and not view.passed:
         case.against(STRONG, f"the batches after it are like it: {stays}")
+    first = view.moved_first_module if not view.batches.tensors and not view.gradual else None
+    if first is not None and first[1] > _CALM:
+        case.add(SOLID, f"no batch is recorded, but the first module saw it: {first[0]} moved {number(first[1])} sigmas")
     if case.supports:
         abrupt(view, case)
 
@@ -131,8 +134,9 @@ def label_fault(view: View, case: Case) -> None:
     act, loss = view.moved_activation, view.loss_jump
     if act is not None and loss is not None and loss > JUMPED and view.anomaly.kind != "nonfinite":
         if act[1] < _CALM:
-            case.add(SOLID, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual (largest change: "
-                            f"{act[0]}, {number(act[1])} sigmas): the targets changed, not the inputs or the weights")  # fmt: skip
+            most = f"largest change: {act[0]}, {number(act[1])} sigmas"
+            case.add(SOLID, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
+            case.add(0, "so the targets changed, not the inputs or the weights")
             if act[1] < loss / JUMPED:
                 case.add(WEAK, "and by far")
         elif act[1] > 2 * JUMPED:

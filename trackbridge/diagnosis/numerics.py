@@ -7,7 +7,18 @@ import numpy as np
 from trackbridge.diagnosis import trends
 from trackbridge.diagnosis.data import input_oddities
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_attention, is_embedding, is_head, number, times
+from trackbridge.diagnosis.view import (
+    JUMPED,
+    LATER,
+    View,
+    in_steps,
+    is_attention,
+    is_embedding,
+    is_head,
+    is_query_or_key,
+    number,
+    times,
+)
 
 FP16_MAX = 65504.0
 _GROWN = 1.6  # of an activation over some 50 steps
@@ -17,23 +28,34 @@ _ALONE = 3.0  # times the change of any other layer: what an update does to all 
 @rule("fp16-overflow", intervention="full-precision")
 def fp16_overflow(view: View, case: Case) -> None:
     scales, before = view.near("train/loss_scale", 10), view.before("train/loss_scale", 1)
-    if not len(scales):
-        return
-    if len(before) and scales.min() < 0.9 * before[0]:
+    if len(scales) and len(before) and scales.min() < 0.9 * before[0]:
         case.add(SOLID, f"train/loss_scale fell from {number(before[0])} to {number(float(scales.min()))} at the onset")
     skipped, earlier = view.near("optim/skipped", 10), view.before("optim/skipped", 1)
-    if len(skipped) and len(earlier) and skipped.max() > earlier[0]:
+    if len(scales) and len(skipped) and len(earlier) and skipped.max() > earlier[0]:
         count = int(skipped.max() - earlier[0])
         case.add(SOLID if count < 4 else STRONG, f"the scaler skipped {count} updates from the onset on")
-    large = [(float(v.max()), name) for name in view.family("act/", "/max")
-             if len(v := np.append(view.before(name, 4), view.near(name, 0))) and np.isfinite(v).all()]  # fmt: skip
-    if large and max(large)[0] > FP16_MAX / 4:
-        case.add(SOLID, f"{max(large)[1]} is {number(max(large)[0])}; fp16 ends at 65504")
+    edge = _near_the_edge(view)
+    if edge is not None:
+        case.add(SOLID, f"{edge[1]} had reached {number(edge[0])}; fp16 ends at 65504")
+        broken = [name for name in view.family("act/", "/nonfinite") if (np.nan_to_num(view.near(name, 2), nan=1.0) > 0).any()]
+        if broken:
+            case.add(SOLID, f"{broken[0]} counts what did not fit")
     if view.anomaly.kind == "nonfinite" and case.supports:
-        case.add(WEAK, "non-finite values under a loss scaler")
+        case.add(WEAK, "non-finite values under a loss scaler" if len(scales) else "then values were not finite")
     bad, at = view.batches.nonfinite()
     if bad:
         case.against(STRONG + WEAK, f"the batch of step {at} itself holds {bad} non-finite values")
+
+
+def _near_the_edge(view: View) -> tuple[float, str] | None:
+    """(value, series) of the largest activation around the onset, if it was close to what fp16 holds, and not beyond."""
+    found = []
+    for name in view.family("act/", "/max"):
+        values = np.concatenate((view.before(name, 4), view.near(name, LATER)))
+        values = values[np.isfinite(values)]
+        if len(values) and FP16_MAX / 8 < values.max() < 1.5 * FP16_MAX:
+            found.append((float(values.max()), name))
+    return max(found, default=None)
 
 
 @rule("activation-outliers", intervention="lower-lr=0.5")
@@ -81,15 +103,41 @@ def attention_logit_growth(view: View, case: Case) -> None:
     grown = [(factor, name) for factor, name in view.grown_weights if is_attention(name)]
     if grown:
         factor, name = grown[0]
-        case.add(
-            STRONG if grown[0] == view.grown_weights[0] else SOLID,
-            f"{name} had grown {times(factor)}, more than other layers",
-        )
+        weight = STRONG if grown[0] == view.grown_weights[0] else SOLID
+        case.add(weight, f"{name} had grown {times(factor)}, more than other layers")
         if len(grown) > 1:
             case.add(WEAK, f"so had {grown[1][1]}, {times(grown[1][0])}")
+    together = _changed_together(view)
+    if together and all(is_attention(name) for name, _ in together):
+        case.add(STRONG + WEAK, f"{len(together)} weights of attention changed in between and no other did: {together[0][0]} "
+                                f"{times(together[0][1])}")  # fmt: skip
+    apart = _gradients_apart(view)
+    if apart is not None:
+        name, own, others = apart
+        case.add(
+            STRONG if len(grown) == 0 else SOLID,
+            f"the gradients of queries and keys left the others: {name} {times(own)} its size, others {number(others)}",
+        )
     mover = view.mover
     if mover is not None and view.lead >= 2 and is_attention(mover[0]):
-        case.add(SOLID if grown else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+        case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+
+
+def _gradients_apart(view: View) -> tuple[str, float, float] | None:
+    """(series, its change, the median change of the others) where the gradients of queries and keys alone grew over the window,
+    or vanished: the softmax between them saturates. What both have part in is left out."""
+    changes = {name: f for name in view.family("layer/", "weight/grad_norm") if (f := view.growth(name)) is not None and f > 0}
+    own = {name: f for name, f in changes.items() if is_query_or_key(name)}
+    rest = [f for name, f in changes.items() if name not in own and not is_attention(name)]
+    if not own or len(rest) < 2:
+        return None
+    others = float(np.median(rest))
+    worst = max(own, key=lambda name: abs(np.log(own[name] / others)))
+    aside = sum(abs(np.log(f / others)) > np.log(2.0) for f in own.values())
+    spread = max(abs(np.log(f / others)) for f in rest)
+    if abs(np.log(own[worst] / others)) > max(np.log(3.0), 1.2 * spread) and aside * 2 >= len(own):
+        return worst, own[worst], others
+    return None
 
 
 @rule("embedding-instability", intervention="lower-lr=0.5")
@@ -101,6 +149,12 @@ def embedding_instability(view: View, case: Case) -> None:
             STRONG if weights[0] == view.grown_weights[0] else SOLID,
             f"{name} had grown {times(factor)}, more than other layers",
         )
+    changed = _changed_weight(view)
+    if changed is not None and (is_embedding(changed[0]) or is_head(changed[0])) and not _single_element(view):
+        case.add(
+            STRONG + SOLID,
+            f"{changed[0]} changed {times(changed[1])} in between, in many of its elements; other weights did not",
+        )
     sites = view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t) if is_embedding(n) or is_head(n)], 1.3)
     if sites and (weights or is_embedding(sites[0][1])):
         case.add(SOLID, f"{sites[0][1]} had grown {times(sites[0][0])}")
@@ -111,9 +165,34 @@ def embedding_instability(view: View, case: Case) -> None:
         case.against(SOLID, "the batch of the onset is unusual itself")
 
 
+def _single_element(view: View) -> bool:
+    """Few elements made the jump of the first module: its maximum rose far more than its root mean square."""
+    first = view.first_jump
+    if first is None:
+        return False
+    site = view.jumps[first[0]][0]
+    top, mean = view.rise(f"act/{site}/max"), view.rise(f"act/{site}/rms")
+    return top is not None and mean is not None and top > 3 * mean
+
+
+def _changed_together(view: View) -> list[tuple[str, float]]:
+    """(series, factor) of at least two weight norms that changed alike between two measurements around the onset, while those
+    of most layers did not; the most changed first."""
+    found = {}
+    for name in view.family("layer/", "weight/weight_norm"):
+        steps, values = view.series(name)
+        change = trends.step_change(steps, values, view.onset, 10)
+        if change is not None:
+            found[name] = change
+    changed = [(name, factor) for name, (factor, sigmas) in found.items() if factor > 1.3 and sigmas > 2 * JUMPED]
+    if not 2 <= len(changed) <= len(found) // 3:
+        return []
+    return sorted(changed, key=lambda one: -one[1])
+
+
 @rule("hardware-fault", intervention="rerun")
 def hardware_fault(view: View, case: Case) -> None:
-    """A number that changed by itself: between two steps, with an ordinary batch, no unusual update and nothing growing before."""
+    """A number that changed by itself: from one step to the next, with an ordinary batch, and nothing growing before."""
     first = view.first_jump
     if first is not None and not view.lead > 2:
         place, name, z = first
@@ -142,6 +221,9 @@ def hardware_fault(view: View, case: Case) -> None:
         case.against(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
     if view.batches.new_tokens()[0] > 0.02:
         case.against(STRONG, "many tokens of the batch are new")
+    together = _changed_together(view)
+    if together:
+        case.against(STRONG, f"{len(together)} weights changed together: {together[0][0]}, {together[1][0]}")
     if view.gradual:
         case.against(STRONG, "it grew over many steps; a number that changes by itself does so in one")
     grown = view.grown_weights or view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t)], _GROWN)

@@ -122,7 +122,7 @@ def _fall(view: View, name: str) -> tuple[float, int] | None:
 
 
 def _moment_falls(view: View) -> tuple[float, int, int] | None:
-    """(median ratio over layers, step, layers) of the deepest common fall of second moments; layers without one are left out."""
+    """(median ratio over layers, step, layers) of the deepest common fall of second moments."""
     names = view.family("layer/", "/exp_avg_sq_norm") or view.family("optim/", "exp_avg_sq_norm")
     found = [fall for name in names if (fall := _fall(view, name)) is not None]
     if not found:

@@ -38,7 +38,7 @@ def jump(base: FloatArray, near: FloatArray) -> float | None:
 
 
 def moved(base: FloatArray, near: FloatArray) -> float | None:
-    """How far, in robust sigmas of log space, the first of `near` lies from `base`, up or down, or the mean of `near` in its own
+    """How far, in robust sigmas of log space, the first of `near` lies from `base`, up or down, or the mean of `near` in its
     standard error, whichever is more; infinite if one is not finite, None with too little history."""
     if len(base) < LEAST or not len(near):
         return None
@@ -67,8 +67,8 @@ def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
 
 
 def largest_share(steps: IntArray, values: FloatArray, first: int, last: int) -> tuple[float, float] | None:
-    """(total, share) of a positive series' rise from just before `first` to its highest point up to `last`: `total` in log space,
-    `share` the part that came in the largest single step. A jump has a share near 1, growth a small one. None without a rise or
+    """(total, share) of a positive series' rise from just before `first` to its highest point up to `last`: `total` in log
+    space, `share` the part of the largest single step. A jump has a share near 1, growth a small one. None without a rise or
     with too few values."""
     ok = np.isfinite(values) & (values > 0)
     steps, values = steps[ok], values[ok]

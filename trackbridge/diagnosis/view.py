@@ -28,6 +28,9 @@ _ACTIVATIONS = ("rms", "max", "std", "kurtosis")
 _LOOKBACK = 64  # a first mover from further back is another story
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe)([._/]|$)", re.IGNORECASE)
 _HEAD = re.compile(r"(^|[._/])(\w*head|out|output|classifier|fc|final|logits|score)([._/]|$)", re.IGNORECASE)
+_QUERY_KEY = re.compile(
+    r"(^|[._/])(q|k|wq|wk|qk|qkv|query|key|query_key_value|c_attn|q_proj|k_proj|qkv_proj|in_proj\w*)([._/]|$)", re.IGNORECASE
+)
 _ATTENTION = re.compile(
     r"(^|[._/])(q|k|wq|wk|qk|qkv|query|key|query_key_value|c_attn|q_proj|k_proj|qkv_proj|in_proj\w*|attn|attention|self_attn)"
     r"([._/]|$)",
@@ -106,8 +109,8 @@ class View:
         return float(near.max() / np.median(base))
 
     def growth(self, name: str) -> float | None:
-        """How much larger a series was just before the onset than 48 steps earlier, beyond its usual growth; of a gradual anomaly
-        also at the end of the window, for what grows is told while it grows."""
+        """How much larger a series was just before the onset than 48 steps earlier, beyond its usual growth; of a gradual
+        anomaly also at the end of the window, for what grows is told while it grows."""
         steps, values = self.series(name)
         shifted = values + (3.0 if name.endswith("/kurtosis") else 0.0)
         found = [trends.growth(steps, shifted, self.onset)]
@@ -237,7 +240,7 @@ class View:
 
     @cached_property
     def first_jump(self) -> tuple[int, str, float] | None:
-        """(place, series, sigmas) of the first module, in the model's order, whose output jumped at the onset; None if none did."""
+        """(place, series, sigmas) of the first module, in the model's order, whose output jumped at the onset."""
         return next(((k, name, z) for k, (_, name, z) in enumerate(self.jumps) if z > JUMPED), None)
 
     @cached_property
@@ -249,15 +252,22 @@ class View:
     def moved_activation(self) -> tuple[str, float] | None:
         """The activation statistic that moved most, up or down, at the onset or over it and the two steps after it together:
         (series, sigmas). The further steps only count with their common direction, for weights go on moving."""
-        best: tuple[str, float] | None = None
-        for site in self.sites:
-            for statistic in _ACTIVATIONS:
-                name = f"act/{site}/{statistic}"
-                shift = 3.0 if statistic == "kurtosis" else 0.0
-                z = trends.moved(self.before(name, 100) + shift, self.near(name, 2) + shift)
-                if z is not None and (best is None or z > best[1]):
-                    best = name, z
-        return best
+        return max(filter(None, map(self._moved, self.sites)), key=lambda pair: pair[1], default=None)
+
+    @property
+    def moved_first_module(self) -> tuple[str, float] | None:
+        """The same of the first module alone."""
+        return self._moved(self.sites[0]) if self.sites else None
+
+    def _moved(self, site: str) -> tuple[str, float] | None:
+        found = []
+        for statistic in _ACTIVATIONS:
+            name = f"act/{site}/{statistic}"
+            shift = 3.0 if statistic == "kurtosis" else 0.0
+            z = trends.moved(self.before(name, 100) + shift, self.near(name, 2) + shift)
+            if z is not None:
+                found.append((name, z))
+        return max(found, key=lambda pair: pair[1], default=None)
 
     def batch(self) -> tuple[MicroBatch, ...]:
         """The micro-batches of the onset."""
@@ -277,6 +287,11 @@ def is_head(name: str) -> bool:
 def is_attention(name: str) -> bool:
     """By name: what makes attention logits, or the module around it."""
     return bool(_ATTENTION.search(name))
+
+
+def is_query_or_key(name: str) -> bool:
+    """By name: what makes queries or keys, alone or together with values."""
+    return bool(_QUERY_KEY.search(name))
 
 
 def number(value: float) -> str:
