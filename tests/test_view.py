@@ -92,19 +92,23 @@ def test_a_sealed_capsule_is_part_of_the_runs_page(trainer: Trainer) -> None:
     assert f"The capsule {SEALED} is not here, or is damaged." in said(trainer)
 
 
-def test_tables_that_are_not_a_capsules_are_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["layers.parquet", "rank-0000/batches.parquet"])
+def test_tables_that_are_not_a_capsules_are_one_line(trainer: Trainer, file: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    capsule = make(tmp_path / "spike-13")
-    table = pq.read_table(capsule / "rank-0000" / "batches.parquet")
-    table = table.rename_columns([f"not_{name}" for name in table.column_names])
+    from tests.capsules import an_anomaly
+
+    capsule = make(trainer.directory.path / SEALED)
+    table = pq.read_table(capsule / file)
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    adopt(capsule, "rank-0000/batches.parquet", sink.getvalue().to_pybytes())
+    pq.write_table(table.rename_columns([f"not_{name}" if name != "grad_norm" else name for name in table.column_names]), sink)
+    adopt(capsule, file, sink.getvalue().to_pybytes())
     done = invoke(capsule)
-    assert done.exit_code == 2 and "tables that are not a capsule's" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    trainer.writer.append(an_anomaly(capsule=SEALED))
+    trainer.finish()
+    assert f"The capsule {SEALED} is not here, or is damaged." in said(trainer)
 
 
 def test_ranks_are_compared_where_there_are_several(tmp_path: Path) -> None:
