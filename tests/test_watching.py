@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trackbridge
+from tests.test_ranks import torchrun
 from trackbridge import scribe
 from trackbridge.records import Anomaly
 
@@ -125,3 +126,27 @@ def test_faults_of_a_real_training_are_told_by_name(tmp_path: Path) -> None:
     assert named["lr-discontinuity"].onset == 100 and named["lr-discontinuity"].capsule is not None
     assert (named["repeated-batch"].onset, named["repeated-batch"].recovered_after) == (150, 10)
     assert 250 <= named["optimizer-state-lost"].step <= 255
+
+
+STOPPING = """
+import sys, torch, torch.distributed as dist
+import trackbridge
+from tests.test_ranks import torchrun
+dist.init_process_group("gloo")
+run = trackbridge.init(dir=sys.argv[1], stop_on_anomaly=0.9, recorder={"enabled": False})
+run.watch(torch.nn.Linear(2, 1))
+for step in range(100):
+    run.step(loss=float("nan") if dist.get_rank() == 1 and step == 10 else 2.0)
+    run._scribe.ask(lambda: None)
+    if run.agree_to_stop():
+        break
+print("STOPPED", dist.get_rank(), step, flush=True)
+run.finish()
+"""
+
+
+def test_ranks_that_must_leave_together_agree(tmp_path: Path) -> None:
+    """F6: only one rank is over the limit; both leave at the same step, and none hangs."""
+    said = torchrun(tmp_path, STOPPING, str(tmp_path / "runs"))
+    stopped = {line.split()[1]: int(line.split()[2]) for line in said.splitlines() if line.startswith("STOPPED")}
+    assert set(stopped) == {"0", "1"} and stopped["0"] == stopped["1"] < 99
