@@ -79,9 +79,9 @@ def corrupt_batch(view: View, case: Case) -> None:
     stays = inputs_shifted(view)
     if odd and stays and not view.passed:
         case.against(STRONG, f"the batches after it are like it: {stays}")
-    first = view.moved_first_module if not view.batches.tensors and not view.gradual else None
-    if first is not None and first[1] > _CALM:
-        case.add(SOLID, f"no batch is recorded, but the first module saw it: {first[0]} moved {number(first[1])} sigmas")
+    saw = view.moved_first_module if not view.batches.tensors and not view.gradual else None
+    if saw is not None and saw[1] > _CALM:
+        case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
     if case.supports:
         abrupt(view, case)
 
