@@ -66,7 +66,8 @@ class Delivery:
         near = [backend.nearby() for backend in backends if in_process or backend.in_process]
         far = [backend for backend in backends if not (in_process or backend.in_process)]
         secrets = {name: value for backend in far for name, value in backend.secrets().items()}
-        self._child = Child(lambda: shipper.start(directory.path, os.getpid(), secrets), directory.path) if far else None
+        kinds = [backend.kind for backend in far]
+        self._child = Child(lambda: shipper.start(directory.path, os.getpid(), secrets, kinds), directory.path) if far else None
         self._near = shipper.Shipper(directory.path, near, follow=True, parent=os.getpid()) if near else None
         self._thread: threading.Thread | None = None
         if self._near is not None:

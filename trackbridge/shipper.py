@@ -241,15 +241,19 @@ def sync(
     return report
 
 
-def start(run_dir: str | Path, parent_pid: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    run_dir: str | Path, parent_pid: int, environment: Mapping[str, str] | None = None, kinds: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     """Start the child process that follows a run. It has its own session, and a log file instead of our terminal. `environment`
-    is for it alone: secrets that must be in no file."""
+    is for it alone: secrets that must be in no file. It serves `kinds`; none named: all that a process of ours serves."""
     directory = RunDirectory(run_dir)
     directory.shipper.mkdir(parents=True, exist_ok=True)
     log = directory.shipper / "shipper.log"
     if log.exists() and log.stat().st_size > _LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
     command = [sys.executable, "-m", "trackbridge.shipper", str(directory.path), "--follow", "--parent", str(parent_pid)]
+    for kind in kinds:
+        command += ["--to", kind]
     with log.open("ab") as file:
         return subprocess.Popen(
             command,

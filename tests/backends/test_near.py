@@ -79,8 +79,9 @@ def test_joined_rows_are_in_the_users_own_run_which_stays_theirs(tmp_path: Path)
     out = script(
         tmp_path,
         """
-theirs = wandb.init(mode="offline", project="their-project", id="theirs", config={"lr": 5}, settings=wandb.Settings(x_transaction_log_flush_interval=0.2))
-run = trackbridge.init(backend="wandb", join=True, id="ours", config={"lr": 7, "width": 3})
+quick = wandb.Settings(x_transaction_log_flush_interval=0.2)
+theirs = wandb.init(mode="offline", project="their-project", id="theirs", config={"lr": 5}, settings=quick)
+run = trackbridge.init(backend=["tensorboard", "wandb"], join=True, id="ours", config={"lr": 7, "width": 3})
 assert run.native("wandb") is theirs
 steps(run)
 report = run.finish(60)
@@ -96,7 +97,10 @@ print(wandb.run, theirs.id)
     assert [row["after"] for row in both.history if "after" in row] == [1.0]
     assert both.exit_code == 0
     assert (config(both, "lr"), config(both, "width")) == (5, 3)
-    assert not (tmp_path / "runs" / "ours" / "wandb").exists() or not list((tmp_path / "runs" / "ours" / "wandb").glob("*run*"))
+    ours_ = tmp_path / "runs" / "ours"
+    assert not list((ours_ / "wandb").glob("*run*"))
+    assert list((ours_ / "tensorboard").glob("events.*"))
+    assert "wandb" not in (ours_ / "shipper" / "shipper.log").read_text(), "the shipper must not write into their run as well"
 
 
 def test_joined_online(tmp_path: Path, wandb_server: WandbServer) -> None:
