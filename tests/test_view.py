@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tests.capsules import adopt, make
 from tests.recordings import Trainer
-from tests.test_page import words
+from tests.test_page import some_histograms, words
 from trackbridge import capsule as capsules
 from trackbridge import history
 from trackbridge.cli import app
-from trackbridge.reports.run_page import run_page
+from trackbridge.reports.run_page import run_page, run_page_data
 
 SEALED = "capsules/spike-13"
 
@@ -122,6 +122,16 @@ def test_ranks_are_compared_where_there_are_several(tmp_path: Path) -> None:
     alone = Trainer(tmp_path / "alone")
     alone.train(3)
     assert '<section id="ranks" hidden>' in run_page(history.load(alone.directory.path))
+
+
+def test_a_long_runs_histograms_are_read_sparingly(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = some_histograms(60, 2)
+    for record in records:
+        trainer.writer.append(record)
+    trainer.finish()
+    monkeypatch.setattr("trackbridge.reports.run_page.HISTOGRAM_MEMORY", 10 * records[0].counts.nbytes)
+    shown = run_page_data(history.load(trainer.directory.path)).histograms
+    assert len(shown) <= 11 and (shown[0].step, shown[-1].step) == (0, 590)
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:

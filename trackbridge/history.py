@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,14 +212,14 @@ class RunRecord:
         found = [_damage(self._directory.contexts(rank)) for rank in self._directory.ranks()]
         return max(found, key=lambda damage: (damage.records_lost, damage.bytes_skipped), default=Damage(self.path))
 
-    def histograms(self, rank: int | None = None) -> list[Histograms]:
+    def histograms(self, rank: int | None = None, steps: Container[int] | None = None) -> list[Histograms]:
         """Histograms of weights and gradients, by step; of a step that was recorded twice the newest attempt's.
 
         The ranks whose journals are here are merged where every one of them has the step (`trackbridge.histograms.merged`);
-        `rank` asks for one rank's own. Read anew at each call.
+        `rank` asks for one rank's own, `steps` for these only. Read anew at each call.
         """
         ranks = self._directory.ranks() if rank is None else [rank]
-        found = [read_histograms(self._directory, each) for each in ranks]
+        found = [read_histograms(self._directory, each, steps) for each in ranks]
         return merge_steps(found, self.info.world_size if rank is None else 0) if found else []
 
     def rows(self, rank: int = 0) -> Iterator[Row]:
@@ -238,7 +238,7 @@ def _damage(journal: Path) -> Damage:
     return reader.damage
 
 
-def read_histograms(directory: RunDirectory, rank: int, steps: range | None = None) -> list[Histograms]:
+def read_histograms(directory: RunDirectory, rank: int, steps: Container[int] | None = None) -> list[Histograms]:
     """One rank's histograms, by step, the newest attempt's where a step was recorded twice."""
     reader = JournalReader(directory.rows(rank), kinds={Histograms}, steps=steps)
     found: dict[int, Histograms] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import errno
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class JournalReader:
         after: int = -1,
         *,
         kinds: Collection[type] | None = None,
-        steps: range | None = None,
+        steps: Container[int] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.position = after  # the highest seq passed

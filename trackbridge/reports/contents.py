@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trackbridge.answers import moved_first, peak, sigmas
 from trackbridge.capsule import SpikeCapsule
+from trackbridge.capsule_parts import BATCHES, read_frame
 from trackbridge.records import Anomaly
 from trackbridge.reports.post_mortem import post_mortem
 
@@ -21,7 +23,7 @@ def of_capsule(capsule: SpikeCapsule) -> dict[str, str]:
         "post-mortem": post_mortem_of(capsule),
         "batch": _batch(capsule),
         "counterfactuals": _counterfactuals(capsule),
-        "capsule": _files(capsule),
+        "capsule": files(capsule),
     }
     return {name: text for name, text in texts.items() if text}
 
@@ -59,11 +61,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def _batch(capsule: SpikeCapsule) -> str:
     columns = ("micro-batch", "loader", "epoch", "index", "samples", "fingerprint")
+    frame = read_frame(capsule.path / f"rank-{capsule.ranks[0]:04d}" / BATCHES)
     rows = []
-    for k, micro in enumerate(capsule.batches.get(capsule.anomaly.onset, ())):
-        ids = "" if micro.sample_ids is None else ", ".join(map(str, micro.sample_ids[:8]))
-        more = ", ..." if micro.sample_ids is not None and len(micro.sample_ids) > 8 else ""
-        rows.append((k, micro.loader, micro.epoch, micro.index, ids + more, (micro.fingerprint or "")[:16]))
+    for row in frame[frame["step"] == capsule.anomaly.onset].to_dict("records"):
+        ids = json.loads(row["sample_ids"]) if isinstance(row["sample_ids"], str) else []
+        more = ", ..." if len(ids) > 8 else ""
+        numbers = [None if row[name] != row[name] else int(row[name]) for name in ("micro", "loader", "epoch", "index")]
+        rows.append((*numbers, ", ".join(map(str, ids[:8])) + more, str(row["fingerprint"] or "")[:16]))
     return table(columns, rows)
 
 
@@ -85,11 +89,12 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _files(capsule: SpikeCapsule) -> str:
-    files = sorted(capsule.files.items())
-    rows: list[Sequence[Any]] = [(f"`{name}`", f"{entry.bytes:,}") for name, entry in files[:_SHOWN_FILES]]
+def files(capsule: SpikeCapsule) -> str:
+    """Its tier, what it lacks, and its files by size in bytes."""
+    listed = sorted(capsule.files.items())
+    rows: list[Sequence[Any]] = [(f"`{name}`", f"{entry.bytes:,}") for name, entry in listed[:_SHOWN_FILES]]
     lacks = "".join(f"\n- not in it: {text}" for text in capsule.missing)
-    more = f"\n\nand {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+    more = f"\n\nand {len(listed) - _SHOWN_FILES} more" if len(listed) > _SHOWN_FILES else ""
     return f"Tier **{capsule.tier}**, restart at step {capsule.restart_step}.{lacks}\n\n{table(('file', 'bytes'), rows)}{more}"
 
 

@@ -30,11 +30,10 @@ def histogram_block(
         return None
     names = list(dict.fromkeys(name for record in records for name in record.names))
     steps = [record.step for record in records]
-    before = max([place for place, step in enumerate(steps) if onset is None or step < onset], default=0)
-    after = min(before + 1, len(records) - 1)
+    before, after = _around(steps, onset)
     cost = max(1, max(sum(_span(row)[1] + 2 for row in record.counts) for record in records) * 4)
     room = max(1, max_bytes // cost)
-    chosen = _spread(len(records), max(room, LEAST_STEPS), (0, before, after, len(records) - 1))
+    chosen = _spread(len(records), max(room, LEAST_STEPS), (before, after))
     kept = names
     if room < len(chosen):
         share = len(names) * room // len(chosen)
@@ -58,8 +57,19 @@ def _moved(name: str, before: Histograms, now: Histograms) -> float:
     return divergence(one, other) if one is not None and other is not None else 0.0
 
 
+def choose(steps: Sequence[int], onset: int | None, limit: int) -> list[int]:
+    """At most about `limit` of `steps`: evenly, with both ends and those on both sides of `onset`."""
+    return [steps[place] for place in _spread(len(steps), limit, _around(steps, onset))]
+
+
+def _around(steps: Sequence[int], onset: int | None) -> tuple[int, int]:
+    """The places of the last step before `onset` and of the next one."""
+    before = max([place for place, step in enumerate(steps) if onset is None or step < onset], default=0)
+    return before, min(before + 1, len(steps) - 1)
+
+
 def _spread(count: int, limit: int, always: Sequence[int]) -> list[int]:
-    """At most about `limit` of `count` places, evenly, and those of `always`."""
+    """At most about `limit` of `count` places, evenly, the ends and those of `always` among them."""
     if count <= limit:
         return list(range(count))
     even = np.linspace(0, count - 1, max(2, limit - len(set(always)))).round().astype(int).tolist()

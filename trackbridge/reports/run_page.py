@@ -18,15 +18,17 @@ from trackbridge.errors import TrackbridgeError
 from trackbridge.history import RunRecord
 from trackbridge.journal import JournalReader
 from trackbridge.names import is_wide
-from trackbridge.records import Anomaly, Row
+from trackbridge.records import Anomaly, Histograms, Row
 from trackbridge.reports import spike
 from trackbridge.reports.decimate import Series
+from trackbridge.reports.embed_histograms import LEAST_STEPS, choose
 from trackbridge.reports.markup import Table
 from trackbridge.reports.page import PageData, Spike, page
 from trackbridge.rundir import RunDirectory
 
 INSPECTED = 12
 AROUND_RANKS = 64
+HISTOGRAM_MEMORY = 256 << 20
 
 
 def run_page(record: RunRecord, *, live: dict[str, Any] | None = None) -> str:
@@ -54,7 +56,7 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
         actions=actions(
             record, subject, sealed[subject.id][0] if subject and subject.id in sealed else None, live=live is not None
         ),
-        histograms=record.histograms(),
+        histograms=_histograms(record, subject.onset if subject else None),
         ranks=tables,
         rank_curves=curves,
         rank_series=spike.RANK_SERIES,
@@ -149,6 +151,21 @@ def missing(record: RunRecord, found: Sequence[Anomaly], sealed: Container[str])
         if name in record.names and (lost := np.nanmax(record.series(name)[1])) > 0:
             lacks.append(f"{name}: {lost:,.0f}")
     return lacks
+
+
+def _histograms(record: RunRecord, onset: int | None) -> list[Histograms]:
+    """The steps' histograms that a page has room for: a long run of a large model has gigabytes of them."""
+    directory = RunDirectory(record.path)
+    reader = JournalReader(directory.rows(next(iter(directory.ranks()), 0)), kinds={Histograms})
+    steps: set[int] = set()
+    largest = 1
+    while found := reader.read(limit=16):
+        for each in found:
+            if isinstance(each, Histograms):
+                steps.add(each.step)
+                largest = max(largest, each.counts.nbytes)
+    room = max(LEAST_STEPS, HISTOGRAM_MEMORY // largest)
+    return record.histograms(steps=frozenset(choose(sorted(steps), onset, room))) if steps else []
 
 
 def _ranks(record: RunRecord, subject: Anomaly | None) -> tuple[list[Table], dict[str, Series]]:

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from trackbridge import capsule as capsules
-from trackbridge import panels
+from trackbridge import panels, untrusted
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.config import StreamConfig
 from trackbridge.errors import UsageError
@@ -56,6 +56,15 @@ def with_capsule(subject: Subject, capsule: SpikeCapsule) -> Subject:
         anomaly = anomaly.updated(hypotheses=capsule.anomaly.hypotheses)
     drawn = {*(subject.pictures or ()), *pictures(capsule.files, ".png")}
     return replace(subject, anomaly=anomaly, pictures=drawn, texts={**subject.texts, **contents.of_capsule(capsule)})
+
+
+def with_folder(subject: Subject, folder: Path) -> Subject:
+    """`subject` with what a capsule's folder tells from which large files may have been left out. Its other files have been
+    checked against the manifest."""
+    manifest = capsules.parse_manifest(untrusted.read_json(folder / capsules.MANIFEST))
+    there = {name: entry for name, entry in manifest.files.items() if (folder / name).is_file()}
+    seen = with_capsule(subject, manifest.model_copy(update={"files": there}).at(folder))
+    return replace(seen, texts={**seen.texts, "capsule": contents.files(manifest)})
 
 
 def choose(found: Sequence[Anomaly], step: int | None, what: str) -> Anomaly | None:
