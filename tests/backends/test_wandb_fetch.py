@@ -11,7 +11,7 @@ import pytest
 from wandb_kit import Connect, QuickConfig
 
 from tests.wandb_server import Status, WandbServer
-from trackbridge.backends.wandb_fetch import KIND, fetch_capsule
+from trackbridge.backends.wandb_fetch import KIND, download, fetch_capsule
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.records import Artifact, RunInfo
 from trackbridge.seal import KIND as SEALED
@@ -54,6 +54,8 @@ def test_every_form_of_reference(
         found = fetch_capsule(ref, step, tmp_path / "back")
         assert content(found) == files
         assert found.name == f"spike-run-0001-{files['rank-0000/rng.safetensors'][0]}"
+    light = download(where, 1, str(tmp_path / "light"), 1 << 20, to_read=True)
+    assert set(content(Path(light))) == {"manifest.json"}, "what people read: no weights, no random states"
     with pytest.raises(ReferenceNotFoundError, match=r"no capsule of step 5; it has steps 1, 7"):
         fetch_capsule(where, 5, tmp_path / "back")
     with pytest.raises(ReferenceNotFoundError, match="is the capsule of step 7, not 1"):

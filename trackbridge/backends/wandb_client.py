@@ -206,10 +206,10 @@ class Client:
         with self._lock:
             return replace(seen, artifacts={**seen.artifacts, **self._artifacts}, ended=seen.ended or self._ended)
 
-    def download(self, where: str, step: int | None, dest: str, max_bytes: int) -> str:
+    def download(self, where: str, step: int | None, dest: str, max_bytes: int, to_read: bool = False) -> str:
         from trackbridge.backends.wandb_fetch import download
 
-        return download(where, step, dest, max_bytes)
+        return download(where, step, dest, max_bytes, to_read)
 
     def history_columns(self, where: str) -> list[str]:
         return wandb_history.columns(where)

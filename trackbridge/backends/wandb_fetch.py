@@ -53,8 +53,9 @@ def fetch_capsule(where: str, step: int | None, dest: Path, *, max_bytes: int = 
             process.kill()
 
 
-def download(where: str, step: int | None, dest: str, max_bytes: int) -> str:
-    """The part of `fetch_capsule` that talks to a server; runs in the client's process."""
+def download(where: str, step: int | None, dest: str, max_bytes: int, to_read: bool = False) -> str:
+    """The part of `fetch_capsule` that talks to a server; runs in the client's process. `to_read`: only what people read, which
+    leaves out weights, batches and random states."""
     import wandb
 
     api = wandb.Api(timeout=30)
@@ -69,6 +70,8 @@ def download(where: str, step: int | None, dest: str, max_bytes: int) -> str:
         artifact = artifacts[int(held.choose(capsules, step, f"W&B run {where}").where)]
     files = []
     for name, entry in artifact.manifest.entries.items():
+        if to_read and name.endswith(".safetensors"):
+            continue
         if entry.ref is not None:
             raise CapsuleError(f"{name[:120]!r} of {where} is a reference to somewhere else; a capsule holds its files itself")
         files.append(RemoteFile(name, entry.size, partial(_download, artifact, name)))

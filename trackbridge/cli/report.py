@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trackbridge.reports.wandb_report import Subject
 
 _SECONDS = 120.0
+_LARGEST = 256 << 20  # of what people read of a capsule
 
 
 def report(
@@ -133,7 +134,7 @@ def _publish(template: Template, ref: Reference, record: RunRecord | None) -> di
     with _client(_base_url(record)) as process:
         found: Survey = _ask(process, "survey", known, about.project, about.run_id)
         about = replace(about, entity=found.entity)
-        about = _seen(about, found, template, ref, record)
+        about = _seen(process, about, found, template, ref, record)
         if template.name == "workspace":
             kind, name, title = WORKSPACE, wandb_workspace.workspace_name(about), template.title
         else:
@@ -142,7 +143,9 @@ def _publish(template: Template, ref: Reference, record: RunRecord | None) -> di
         return asdict(_ask(process, "publish", view))
 
 
-def _seen(about: Subject, found: Survey, template: Template, ref: Reference, record: RunRecord | None) -> Subject:
+def _seen(
+    process: Process, about: Subject, found: Survey, template: Template, ref: Reference, record: RunRecord | None
+) -> Subject:
     """`about` with what W&B has: the series that have points, the pictures, the capsule's artifact, the anomaly."""
     from trackbridge.reports import subject
 
@@ -153,17 +156,18 @@ def _seen(about: Subject, found: Survey, template: Template, ref: Reference, rec
     if record is None:
         there = [subject.of_facts(key, facts) for key, facts in found.anomalies.items()]
         about = replace(about, anomaly=subject.choose(there, ref.step, f"W&B run {about.run_id}"))
-    if about.anomaly is None:
+    anomaly = about.anomaly
+    if anomaly is None:
         if template.about == "anomaly":
             raise UsageError(f"W&B run {about.entity}/{about.project}/{about.run_id} has no anomaly to report on")
         return about
-    held = [name for name, step in found.capsules if step == about.anomaly.step]
+    held = [name for name, step in found.capsules if step == anomaly.step]
     about = replace(about, artifact=held[-1] if held else None)
     if held and not about.texts.get("post-mortem"):
         with tempfile.TemporaryDirectory(prefix="trackbridge-report-") as scratch:
-            from trackbridge.fetch import pull
-
-            about = subject.with_capsule(about, pull(about.ref, scratch))
+            where = f"{about.entity}/{about.project}/{held[-1]}:step-{anomaly.step}"
+            folder = _ask(process, "download", where, None, scratch, _LARGEST, True)
+            about = subject.with_folder(about, Path(folder))
     return about
 
 
