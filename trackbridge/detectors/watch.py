@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,14 +11,14 @@ import numpy as np
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors import nonfinite
 from trackbridge.detectors.band import BandDetector, Tuning
-from trackbridge.detectors.base import FloatArray, IntArray, Verdict
+from trackbridge.detectors.base import FloatArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
 from trackbridge.detectors.monitors import Level, Look, Regime, Sign, monitors
 from trackbridge.detectors.periodic import Periods
+from trackbridge.detectors.plan import Plan, followed
 from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row, Schema, StepContext
 
-_WIDE = ("/grad_norm", "/kurtosis", "/update_ratio")
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
 _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
 _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
@@ -26,27 +26,6 @@ _FAR = 64  # steps before the onset in which the drift of a layer counts as its 
 _PLANS = 512  # schemas remembered
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
-
-
-def tracked(name: str) -> bool:
-    """True for the series that have a band: those that raise anomalies, and per-layer ones that explain them."""
-    return is_loss(name) or is_global_gradient(name) or (name.startswith(("layer/", "act/")) and name.endswith(_WIDE))
-
-
-@dataclass(slots=True)
-class _Plan:
-    """How one schema maps to the detector's columns. Holds the schema so that its `id` stays taken."""
-
-    schema: Schema
-    columns: IntArray  # places in the row of the tracked series
-    positions: IntArray  # their columns in the detector
-    counts: IntArray  # places of the non-finite counters
-    losses: IntArray
-    skipped: int  # place of optim/skipped, or -1
-    guarded: tuple[int, ...]  # places of what the guard left out
-    clipping: tuple[int, int]  # places of grad/norm and grad/norm_clipped, or -1
-    layers: IntArray  # columns in the detector of the per-layer gradient norms
-    places: dict[str, int]
 
 
 class Watch:
@@ -59,7 +38,7 @@ class Watch:
         self.settings = settings or DetectionConfig()
         self.detector = BandDetector(self.settings, tuning)
         self.amp_skips = 0
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, Plan] = {}
         self._open: dict[str, Episode] = {}
         self._periods = Periods()
         self._groups: dict[str, Anomaly] = {}
@@ -125,32 +104,15 @@ class Watch:
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, schema: Schema) -> _Plan:
-        known = set(self.detector.series)
-        # The norm before clipping says more; the clipped one counts only where it is alone.
-        silent = "grad/norm_clipped" if "grad/norm" in schema.names else ""
-        columns = [i for i, name in enumerate(schema.names) if tracked(name) and name != silent]
-        new = [schema.names[i] for i in columns if schema.names[i] not in known]
+    def _plan(self, schema: Schema) -> Plan:
+        wanted, known = followed(schema), set(self.detector.series)
+        new = [name for name in wanted if name not in known]
         if new:
             self.detector.bind((*self.detector.series, *new))
             self._columns()
-        where = {name: i for i, name in enumerate(self.detector.series)}
-        place = {name: i for i, name in enumerate(schema.names)}
-        plan = _Plan(
-            schema,
-            np.array(columns, np.int64),
-            np.array([where[schema.names[i]] for i in columns], np.int64),
-            nonfinite.counters(schema),
-            nonfinite.losses(schema),
-            place.get("optim/skipped", -1),
-            tuple(place[name] for name in ("guard/held", "guard/dropped") if name in place),
-            (place.get("grad/norm", -1), place.get("grad/norm_clipped", -1)),
-            np.array([where[schema.names[i]] for i in columns if schema.names[i].endswith("/grad_norm")], np.int64),
-            place,
-        )
         if len(self._plans) >= _PLANS:
             self._plans.clear()
-        self._plans[id(schema)] = plan
+        plan = self._plans[id(schema)] = Plan.of(schema, wanted, self.detector.series)
         return plan
 
     def _columns(self) -> None:
@@ -159,7 +121,7 @@ class Watch:
         self._present = np.zeros(len(series), bool)
         self._is_head = np.array([is_loss(name) or is_global_gradient(name) for name in series], bool).reshape(len(series))
 
-    def _amp_skip(self, row: Row, plan: _Plan) -> bool:
+    def _amp_skip(self, row: Row, plan: Plan) -> bool:
         """True when the scaler skipped this step: its gradients say nothing about the model. A step that the guard left out
         is one whose loss was out of band: it is judged like any other."""
         skip = row.step in self._told_skips
@@ -172,7 +134,7 @@ class Watch:
         self.amp_skips += skip
         return skip
 
-    def _unclip(self, row: Row, plan: _Plan) -> None:
+    def _unclip(self, row: Row, plan: Plan) -> None:
         """Layers' gradients are recorded as the optimizer used them; clipping would hide in all of them what one did."""
         if min(plan.clipping) < 0:
             return
@@ -182,7 +144,7 @@ class Watch:
 
     # -- non-finite ------------------------------------------------------------------------------------------------
 
-    def _nonfinite(self, row: Row, plan: _Plan, skip: bool) -> list[Anomaly]:
+    def _nonfinite(self, row: Row, plan: Plan, skip: bool) -> list[Anomaly]:
         bad = nonfinite.broken(row, plan.counts, plan.losses if skip else None)
         episode = self._open.get("nonfinite")
         if not bad.any():
