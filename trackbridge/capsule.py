@@ -82,7 +82,8 @@ class SpikeCapsule(BaseModel):
     """The manifest of a capsule, and, when it was loaded, the way to its contents.
 
     `step` is where the anomaly was detected, `restart_step` the first step a replay runs, `span` (``window`` in the JSON)
-    the first and last recorded step. `missing` says in words what is lacking and what that costs a replay. `settings` are the
+    the first and last recorded step; `checkpoint` is the path of the user's own before `restart_step`, where no snapshot is
+    here. `missing` says in words what is lacking and what that costs a replay. `settings` are the
     recording's own: a replay must attach the same probes. `ranks` are those whose folders are here, of `world_size`.
     """
 
@@ -96,6 +97,7 @@ class SpikeCapsule(BaseModel):
     attempt: int = 0
     step: int
     restart_step: int
+    checkpoint: str | None = None
     anomaly: Anomaly
     span: tuple[int, int] = Field(alias="window")
     world_size: int = Field(1, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from trackbridge.errors import CapsuleError
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, MicroBatch, Row, StepContext
 from trackbridge.rundir import RunDirectory, RunFile
+
+CHECKPOINT_STEPS = 1024
+"""A window that begins at a checkpoint holds at most so many steps before `recorder.before`."""
 
 
 @dataclass
@@ -37,26 +40,31 @@ class RankRecord:
 @dataclass(frozen=True)
 class Window:
     """The steps `first` to `last` of a capsule. `snapshots` are the folders with each rank's state before `first`; without
-    them `why_no_snapshot` says why."""
+    them `why_no_snapshot` says why, and `checkpoint` is the user's own of that state, if there is one."""
 
     first: int
     last: int
     snapshots: Mapping[int, Path] = field(default_factory=dict)
     why_no_snapshot: str | None = None
+    checkpoint: Path | None = None
 
     @property
     def steps(self) -> range:
         return range(self.first, self.last + 1)
 
 
-def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) -> tuple[Window, list[RankRecord]]:
-    """The window of a capsule and what each rank has of it; the first rank is the leader.
+def gather(
+    directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, checkpoints: Mapping[int, Path] | None = None
+) -> tuple[Window, list[RankRecord]]:
+    """The window of a capsule and what each rank has of it; the first rank is the leader. `checkpoints` are the user's own, by
+    the step that comes after them.
 
     Of a step that was run twice in one attempt the newer one counts. Raises `CapsuleError` if nothing is left to seal.
     """
     ranks = directory.ranks()
     kept = [step for rank in ranks for step in snapshots(directory, rank, anomaly.attempt)[0] if step <= anomaly.onset]
-    steps = range(min([_wanted(anomaly, recorder), *kept]), anomaly.step + recorder.after + 1)
+    usable = _usable(checkpoints or {}, anomaly, recorder)
+    steps = range(min([_wanted(anomaly, recorder), *kept, *usable]), anomaly.step + recorder.after + 1)
     records = []
     for rank in ranks:
         rows = read_rows(directory, rank, anomaly.attempt, steps)
@@ -70,7 +78,7 @@ def gather(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig) 
             records.append(RankRecord(rank, rows, contexts, str(reader.damage) if reader.damage else None))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
-    window = choose(directory, anomaly, recorder, records)
+    window = choose(directory, anomaly, recorder, records, usable)
     return window, [record.clip(window) for record in records]
 
 
@@ -89,9 +97,16 @@ def earlier_rows(directory: RunDirectory, rank: int, attempt: int, steps: range)
     return [found[step] for step in sorted(found)]
 
 
-def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, records: Sequence[RankRecord]) -> Window:
+def choose(
+    directory: RunDirectory,
+    anomaly: Anomaly,
+    recorder: RecorderConfig,
+    records: Sequence[RankRecord],
+    checkpoints: Mapping[int, Path],
+) -> Window:
     """From the newest usable snapshot that leaves `recorder.before` steps before the onset (or else the earliest later one,
-    up to the onset) to `recorder.after` steps after the detection. Without a snapshot, from `before` steps before the onset."""
+    up to the onset) to `recorder.after` steps after the detection. Without a snapshot, from a checkpoint chosen likewise;
+    without either, from `before` steps before the onset."""
     wanted = _wanted(anomaly, recorder)
     recorded = sorted(records[0].rows)
     ends = [end for record in records if (end := max(record.rows)) >= anomaly.onset]  # killed ranks end at different steps
@@ -104,15 +119,33 @@ def choose(directory: RunDirectory, anomaly: Anomaly, recorder: RecorderConfig, 
         if why is None and why_not is not None:
             why = f"{why_not} (rank {record.rank})" if len(records) > 1 else why_not
     common = set.intersection(*(set(found) for found in kept.values()))
-    candidates = sorted((step for step in common if step <= wanted), reverse=True)
-    candidates += sorted(step for step in common if wanted < step <= anomaly.onset)
-    for start in candidates:
-        if all(step in record.contexts and step in record.rows for record in records for step in range(start, last + 1)):
+
+    def whole(start: int) -> bool:
+        return all(step in record.contexts and step in record.rows for record in records for step in range(start, last + 1))
+
+    def order(steps: Iterable[int]) -> list[int]:
+        before, later = [step for step in steps if step <= wanted], [s for s in steps if wanted < s <= anomaly.onset]
+        return sorted(before, reverse=True) + sorted(later)
+
+    for start in order(common):
+        if whole(start):
             return Window(start, last, {rank: found[start] for rank, found in kept.items()})
         why = why or f"the steps from the one kept before step {start} on are no longer all in the context ring"
     if recorder.snapshot_every == 0:
         why = "recorder.snapshot_every is 0"
-    return Window(max(wanted, recorded[0]), last, why_no_snapshot=why or f"none was kept at or before step {anomaly.onset}")
+    why = why or f"none was kept at or before step {anomaly.onset}"
+    for start in order(checkpoints):
+        if whole(start):
+            return Window(start, last, why_no_snapshot=why, checkpoint=checkpoints[start])
+    return Window(max(wanted, recorded[0]), last, why_no_snapshot=why)
+
+
+def _usable(checkpoints: Mapping[int, Path], anomaly: Anomaly, recorder: RecorderConfig) -> dict[int, Path]:
+    """Those that are on this disk, up to the onset and not too long before it."""
+    wanted = _wanted(anomaly, recorder)
+    return {
+        step: path for step, path in checkpoints.items() if wanted - CHECKPOINT_STEPS <= step <= anomaly.onset and path.exists()
+    }
 
 
 def snapshots(directory: RunDirectory, rank: int, attempt: int) -> tuple[dict[int, Path], list[str]]:
@@ -148,12 +181,18 @@ def tier(records: Sequence[RankRecord], window: Window, world_size: int, *, tens
             micros = record.contexts[step].micro if step in record.contexts else ()
             if not micros or not all(map(can_feed, micros)):
                 return "explain"
-    return "re-execute" if window.snapshots and len(records) >= world_size else "re-feed"
+    restart = window.snapshots or window.checkpoint is not None
+    return "re-execute" if restart and len(records) >= world_size else "re-feed"
 
 
 def lacking(records: Sequence[RankRecord], window: Window, world_size: int) -> Iterator[str]:
     """What is missing, each with what that costs a replay."""
-    if window.why_no_snapshot:
+    if window.checkpoint is not None:
+        yield (
+            f"parameter snapshot: {window.why_no_snapshot}; a replay begins at your checkpoint {window.checkpoint}, which "
+            "Rebuilt(checkpoint=...) must load"
+        )
+    elif window.why_no_snapshot:
         yield (
             f"parameter snapshot: {window.why_no_snapshot}; the recorded batches can be fed again, but only into weights of "
             "your own"

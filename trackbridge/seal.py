@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trackbridge import attendance, checkpoints, coverage, history, untrusted
 from trackbridge import capsule as capsules
 from trackbridge import capsule_parts as parts
-from trackbridge import attendance, coverage, history, untrusted
 from trackbridge.capsule import LocalFiles, SpikeCapsule
 from trackbridge.config import ParametersConfig, RecorderConfig
 from trackbridge.coverage import RankRecord, Window
@@ -60,7 +60,8 @@ def seal(run_dir: str | Path, anomaly_id: str, *, wait: float = 0.0) -> Path:
     world = coverage.world_size(file, anomaly.attempt)
     if world > 1 and wait:
         attendance.wait_for(directory, destination.name, anomaly.attempt, anomaly.step + recorder.after, wait)
-    window, records = coverage.gather(directory, anomaly, recorder)
+    known = {saved.step: saved.path for saved in checkpoints.saved_checkpoints(directory) if saved.attempt <= anomaly.attempt}
+    window, records = coverage.gather(directory, anomaly, recorder, known)
     anomaly = anomaly.updated(capsule=destination.relative_to(directory.path).as_posix())
     anomaly = _diagnosed(directory, anomaly)
     manifest = _manifest(directory, file, anomaly, recorder, window, records)
@@ -157,6 +158,7 @@ def _manifest(
         attempt=anomaly.attempt,
         step=anomaly.step,
         restart_step=window.first,
+        checkpoint=None if window.checkpoint is None else str(window.checkpoint),
         anomaly=anomaly,
         span=(window.first, window.last),
         world_size=world,

@@ -305,3 +305,38 @@ def test_index_add_on_the_cpu(tmp_path: Path) -> None:
         run.step(loss=update(model, optimizer, batch))
     assert verdict(run, build) == "exact"
     assert rerun(trackbridge.pull(run.dir), build, deterministic=True).verdict == "exact"
+
+
+def test_from_the_users_own_checkpoint(tmp_path: Path) -> None:
+    """Without snapshots the newest checkpoint before the onset is where the window begins; the user's code loads it."""
+
+    def load(model: nn.Module, optimizer: Any) -> Callable[[Path], None]:
+        def into(path: Path) -> None:
+            for part, state in zip((model, optimizer), torch.load(path, weights_only=True), strict=True):
+                part.load_state_dict(state)
+
+        return into
+
+    def build() -> Rebuilt:
+        rebuilt = Rebuilt(*plain_build())
+        rebuilt.checkpoint = load(rebuilt.model, rebuilt.optimizer)  # type: ignore[arg-type]
+        return rebuilt
+
+    torch.manual_seed(1)
+    run = trackbridge.init(**settings(tmp_path, recorder={"snapshot_every": 0, "before": 4, "after": 4}))
+    model, optimizer, _ = plain_build()
+    run.watch(model, optimizer)
+    for index, batch in enumerate(run.batches(DataLoader(Points(), 4))):
+        run.step(loss=update(model, optimizer, batch))
+        if index in (19, 35, 47):  # too far, right, and after the spike
+            torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / f"{index + 1}.pt")
+            run.checkpoint_saved(tmp_path / f"{index + 1}.pt", index + 1)
+    assert verdict(run, build) == "exact"
+    capsule = trackbridge.pull(run.dir)
+    assert capsule.restart_step == 36 and capsule.checkpoint == str(tmp_path / "36.pt")
+    assert any("a replay begins at your checkpoint" in text for text in capsule.missing)
+    report = rerun(capsule, plain_build)
+    assert report.verdict == "incomplete" and "Rebuilt(..., checkpoint=load)" in report.reason
+    (tmp_path / "36.pt").unlink()
+    report = rerun(capsule, build)
+    assert report.verdict == "incomplete" and "36.pt, from which the replay begins, is not here" in report.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Replay:
             raise Incomplete(f"this capsule holds nothing of rank {self._rank}")
         if self._devices() and torch.cuda.is_available():
             settings.check_cublas(capsule.provenance, self._deterministic)
-        if not capsule.has_state(self._rank):
+        if not capsule.has_state(self._rank) and capsule.checkpoint is None:
             lacking = next((text for text in capsule.missing if text.startswith("parameter snapshot")), "parameter snapshot")
             raise Incomplete(lacking)
         for step in capsule.steps:
@@ -138,9 +139,7 @@ class Replay:
         with self.world.together("replay.rerun"):
             if not self.world.alone:  # only now is there a process group to say it to
                 self.check()
-            missing = rebuilt.restore(self.capsule.state(self._rank))
-            if missing:
-                raise Incomplete(*missing)
+            self._restore(rebuilt)
         settings.as_recorded(self.capsule.provenance, self._deterministic)  # build() may have set its own
         if self._reorders(rebuilt):
             self._warm_up(rebuilt)
@@ -170,7 +169,9 @@ class Replay:
     def _reorders(self, rebuilt: Rebuilt) -> bool:
         """DDP puts its gradients into buckets in another order after the first step of a process, and with more than two ranks
         that order decides in which the ranks are added. A recorded step that was not the first had the later one."""
-        if Ranks.current().world_size < 3 or self.capsule.state_facts(self._rank).get("first", True):
+        if Ranks.current().world_size < 3:
+            return False
+        if self.capsule.has_state(self._rank) and self.capsule.state_facts(self._rank).get("first", True):
             return False
         modules = (module for model in rebuilt.models.values() for module in model.modules())
         return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
@@ -185,7 +186,23 @@ class Replay:
         for optimizer in rebuilt.optimizers.values():
             optimizer.state.clear()
             optimizer.zero_grad()
-        rebuilt.restore(self.capsule.state(self._rank))
+        self._restore(rebuilt)
+
+    def _restore(self, rebuilt: Rebuilt) -> None:
+        """The snapshot, else the user's checkpoint, put into what was built. Raises `Incomplete`."""
+        capsule = self.capsule
+        if capsule.has_state(self._rank):
+            missing = rebuilt.restore(capsule.state(self._rank))
+            if missing:
+                raise Incomplete(*missing)
+            return
+        path = Path(capsule.checkpoint or "")
+        if rebuilt.checkpoint is None:
+            raise Incomplete(f"no snapshot was kept; return Rebuilt(..., checkpoint=load), which loads your checkpoint {path}")
+        try:
+            rebuilt.checkpoint(path)
+        except FileNotFoundError as error:
+            raise Incomplete(f"the checkpoint {error.filename or path}, from which the replay begins, is not here") from None
 
     def _step(self, step: int, rebuilt: Rebuilt, instruments: Instruments, rates: list[Mapping[str, float]]) -> Ran:
         with self.world.together(f"step {step} of the replay"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Rebuilt:
         generators: random generators under the names given to `run.watch(generators=...)`.
         fetch: makes a batch again from its recorded identity (`sample_ids`, `epoch`, `index`), for a capsule without raw
             batches. The result is checked against the recorded fingerprint.
+        checkpoint: loads your own checkpoint at a path into these objects, for a capsule without a snapshot whose run told of
+            one (`run.checkpoint_saved`).
     """
 
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -39,6 +42,7 @@ class Rebuilt:
     state: Mapping[str, Any] = field(default_factory=dict)
     generators: Mapping[str, Any] = field(default_factory=dict)
     fetch: Callable[[MicroBatch], Any] | None = None
+    checkpoint: Callable[[Path], object] | None = None
 
     @classmethod
     def of(cls, built: Any) -> Rebuilt:
