@@ -64,19 +64,20 @@ class Cause:
     gate: Callable[[int], float] = lambda step: 1.0
     half: bool = False
     width: int = 24
+    seed: int = 0
 
 
 @dataclass
 class Training:
     cause: Cause
-    seed: int = 0
+    seed: int | None = None
     model: Net = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     schedule: Any = field(init=False)
     scaler: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.cause.seed if self.seed is None else self.seed)
         self.model = Net(self.cause.width, self.cause.loud)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.cause.lr)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.cause.rate)

@@ -36,7 +36,8 @@ def skip_batch(trial: Trial, value: str | None) -> str:
         steps = tuple(range(trial.start, (trial.start if trial.last == trial.capsule.span[1] else trial.last) + 1))
     if value is not None:
         steps = tuple(range(steps[0], steps[0] + _whole("skip-batch", value)))
-    steps = tuple(step for step in steps if step in trial.capsule.steps)
+    if steps[-1] >= trial.capsule.span[1]:
+        raise NotRunnable(f"that leaves out all steps from {steps[0]} on: nothing of the window is left to judge by")
     for step in steps:
         trial.skip(step)
     trial.acted = len(steps)
