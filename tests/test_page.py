@@ -183,7 +183,18 @@ def test_anomalies_are_marked_from_onset_to_their_end() -> None:
 # -- thinning
 
 
-values_of_any_kind = st.lists(st.floats(width=32), min_size=1, max_size=3000)
+@st.composite
+def recorded(draw: st.DrawFn) -> list[float]:
+    """Values of a long series, a share of them not finite, with a few drawn ones of any kind among them."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    values = rng.normal(size=draw(st.integers(1, 3000)))
+    values[rng.random(len(values)) < draw(st.sampled_from([0.0, 0.01, 0.5]))] = np.nan
+    odd = draw(st.lists(st.floats(width=32), max_size=min(20, len(values))))
+    values[rng.choice(len(values), len(odd), replace=False)] = odd
+    return [float(value) for value in values]
+
+
+values_of_any_kind = recorded()
 
 
 @given(values_of_any_kind, st.integers(4, 200), st.lists(st.tuples(st.integers(-50, 3000), st.integers(0, 60)), max_size=3))
