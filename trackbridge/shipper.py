@@ -211,6 +211,8 @@ class Shipper:
 
         try:
             whole.make(self._directory)
+        except OSError as error:
+            logger.warning("trackbridge: no views of %s: %s", self._directory.path, error)
         except Exception:
             logger.exception("trackbridge: cannot make the views of %s", self._directory.path)
 
