@@ -42,13 +42,15 @@ def test_the_example_leaves_what_the_readme_says(folder: Path) -> None:
     assert list((folder / "runs" / "first" / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_the_commands_after_it_work(folder: Path) -> None:
+def test_the_commands_after_it_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = blocks("bash")
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
-    assert [command[:2] for command in commands] == [["trackbridge", name] for name in ("runs", "show", "sync", "doctor")]
+    assert [command[:2] for command in commands] == [["trackbridge", name] for name in ("runs", "show", "view", "sync", "doctor")]
+    monkeypatch.setenv("BROWSER", "true")  # the program: a page is shown to nobody
     said = {command[1]: run(command, folder) for command in commands}
     assert "first" in said["runs"]
     assert "train/loss" in said["show"]
+    assert (folder / "runs" / "first" / "report.html").exists()
 
 
 def test_the_two_commands_are_targets_of_the_makefile() -> None:
