@@ -26,16 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--way", action="append", help="only these injections, by class name")
     parser.add_argument("--task", action="append", help="only these tasks")
     parser.add_argument("--keep", type=Path, help="keep the records in this folder; those that are there are judged again")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("--json", type=Path, help="write every outcome to this file, a line each")
     options = parser.parse_args(arguments)
 
     parts = ("development", "held-out") if options.part == "both" else (options.part,)
     todo = quick() if options.quick else [plan for part in parts for plan in plans(part, SEEDS[part][: options.seeds])]
     todo = [p for p in todo if (not options.way or p.way in options.way) and (not options.task or p.task in options.task)]
-    outcomes = list(_progress(_outcomes(todo, options.jobs, options.keep), len(todo)))
+    outcomes = list(_progress(_outcomes(todo, options.jobs, options.keep), len(todo), options.json))
     outcomes.sort(key=lambda outcome: todo.index(outcome.plan))
-    if options.json:
-        options.json.write_text(json.dumps([outcome.to_json() for outcome in outcomes], indent=1), encoding="utf-8")
     print(report(outcomes))
     return 0
 
@@ -57,14 +55,19 @@ def _outcomes(todo: Sequence[Plan], jobs: int, keep: Path | None) -> Iterable[Ou
         yield from pool.imap_unordered(partial(run, keep=keep), todo)
 
 
-def _progress(outcomes: Iterable[Outcome], count: int) -> Iterable[Outcome]:
+def _progress(outcomes: Iterable[Outcome], count: int, file: Path | None) -> Iterable[Outcome]:
     start = time.monotonic()
+    if file is not None:
+        file.write_text("", encoding="utf-8")
     for number, outcome in enumerate(outcomes, 1):
         found = "false alarms" if outcome.false_alarms else outcome.first if outcome.cause != "healthy" else "quiet"
         line = f"{number}/{count} {time.monotonic() - start:.0f}s {outcome.plan.way} {outcome.plan.task}: {found}"
         print(
             f"\r{line:<100.100}" if sys.stderr.isatty() else line, end="\n" if not sys.stderr.isatty() else "", file=sys.stderr
         )
+        if file is not None:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(outcome.to_json()) + "\n")
         yield outcome
     print(file=sys.stderr)
 

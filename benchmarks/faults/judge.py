@@ -26,7 +26,7 @@ from trackbridge.rundir import RunDirectory
 DONE = "done.json"
 AFTER = 8  # recorder.after, its default: what is known when a capsule is sealed
 NEVER = 1 << 40
-BITES = 8.0  # sigmas of effect from which an injection counts: below, training did not suffer from it
+BITES = 12.0  # sigmas of effect from which an injection counts: one step by 12, or eight on average by 6
 FIRST, LAST = 140, 180  # the injection comes at a step in between
 TASKS = {task.name: task for task in (*DEVELOPMENT, *HELD_OUT)}
 WAYS = {way.__name__: way for way in (*FAULTS, *CONTROLS)}
@@ -169,7 +169,8 @@ def judge(plan: Plan, directory: RunDirectory, done: Mapping[str, Any], told: Se
         outcome.detected, outcome.kind, outcome.series = True, known.kind, known.series
         outcome.delay = None if injection.gradual else first.step - injection.at
         outcome.lead = first.step - known.first_mover[1] if known.first_mover else 0
-        found = explain(directory, known)
+        live = [a.hypotheses for a in told if isinstance(a, Anomaly) and a.id == first.id and a.hypotheses]
+        found = live[-1] if live else explain(directory, known)
         outcome.hypotheses = [h.name for h in found]
         outcome.evidence = [
             [h.name, *(f"+ {text}" for text in h.evidence_for), *(f"- {text}" for text in h.evidence_against)] for h in found

@@ -93,6 +93,8 @@ def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
     for part, test in (("attention", is_attention), ("the embedding or the head", lambda n: is_embedding(n) or is_head(n))):
         if own and test(own[0]):
             case.against(STRONG, f"the weight that grew most is one of {part}: {own[0]}")
+    if view.clipping_lost is not None:
+        case.against(STRONG, f"clipping was lost at step {view.clipping_lost[1]}, which explains the growth")
     names = view.family("layer/", "/weight_norm")
     if len(own) > max(3, len(names) // 3):
         case.against(SOLID, f"{len(own)} of {len(names)} weights had grown together")

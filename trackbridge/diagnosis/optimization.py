@@ -75,13 +75,12 @@ def _clipping(view: View, case: Case) -> None:
         case.against(0, "clipping is not recorded")
         return
     bound = float(np.median([used for _, used in held]))
-    free = [(step, raw) for step, raw, used in both if step >= view.onset - 8 and used > 1.5 * bound]
-    if free and not any(step > free[0][0] for step, _ in held):
-        case.add(
-            STRONG, f"clipping held the gradient at {number(bound)} until step {held[-1][0]}, and not from step {free[0][0]} on"
-        )
-    elif free:
-        case.add(WEAK, f"clipping did not hold it: the applied norm reached {number(max(raw for _, raw in free))}")
+    lost = view.clipping_lost
+    over = [used for step, _, used in both if step >= view.onset - 8 and used > 1.5 * bound]
+    if lost is not None:
+        case.add(STRONG + WEAK, f"clipping held the gradient at {number(lost[0])} before, and not from step {lost[1]} on")
+    elif over:
+        case.add(WEAK, f"clipping did not hold it: the applied norm reached {number(max(over))}")
     else:
         case.against(WEAK, f"clipping held the applied norm at {number(bound)}")
 

@@ -211,6 +211,21 @@ class View:
         return self.lr_jump is not None and self.lr_jump[0] > 1.5
 
     @cached_property
+    def clipping_lost(self) -> tuple[float, int] | None:
+        """(the norm at which clipping had held the gradient, the first step near the onset at which it no longer did)."""
+        both = [
+            (row.step, raw, used)
+            for row in self.rows
+            if (raw := row.get("grad/norm")) is not None and (used := row.get("grad/norm_clipped")) is not None
+        ]
+        held = [(step, used) for step, raw, used in both if used < 0.99 * raw]
+        if not held:
+            return None
+        bound = float(np.median([used for _, used in held]))
+        free = [step for step, _, used in both if step >= self.onset - 16 and used > 1.5 * bound]
+        return (bound, free[0]) if free and not any(step > free[0] for step, _ in held) else None
+
+    @cached_property
     def grown_weights(self) -> list[Grown]:
         """(growth, series) of weights, biases left out, whose norm had grown by a fifth and clearly more than the median."""
         names = [name for name in self.family("layer/", "/weight_norm") if not name.endswith("bias/weight_norm")]

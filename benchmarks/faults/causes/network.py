@@ -60,7 +60,8 @@ class Growing(Fault):
 class LogitGrowth(Growing):
     """Queries and keys grow: attention logits with their product."""
 
-    cause, sizes, held_sizes = "attention-logit-growth", (1.12, 1.18), (1.15,)
+    cause, sizes, held_sizes = "attention-logit-growth", (1.18, 1.25), (1.22,)
+    lr = 4.0
     names: ClassVar[tuple[str, ...]] = ("attn.q.weight", "attn.k.weight")
 
     @classmethod
@@ -108,7 +109,8 @@ class OutlierUnit(Growing):
 class ScaleGrowth(Fault):
     """The factor of the attention logits grows by `size` a step; no weight does."""
 
-    cause, sizes, held_sizes, gradual, span, tail = "attention-logit-growth", (1.12,), (1.15,), True, 50, 20
+    cause, sizes, held_sizes, gradual, span, tail = "attention-logit-growth", (1.3,), (1.35,), True, 50, 20
+    lr = 4.0
 
     @classmethod
     def fits(cls, task: Task) -> bool:
