@@ -45,7 +45,8 @@ def test_the_example_leaves_what_the_readme_says(folder: Path) -> None:
 def test_the_commands_after_it_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = blocks("bash")
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
-    assert [command[:2] for command in commands] == [["trackbridge", name] for name in ("runs", "show", "view", "sync", "doctor")]
+    names = ("runs", "show", "view", "sync", "doctor")
+    assert [command[:2] for command in commands] == [["trackbridge", name] for name in names]
     monkeypatch.setenv("BROWSER", "true")  # the program: a page is shown to nobody
     said = {command[1]: run(command, folder) for command in commands}
     assert "first" in said["runs"]

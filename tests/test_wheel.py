@@ -48,6 +48,7 @@ def test_what_the_package_reads_at_run_time_is_in_the_wheel(wheel: Path) -> None
     assert "trackbridge/py.typed" in names
     assert "trackbridge/reports/assets/uPlot.iife.min.js" in names
     assert "trackbridge/reports/assets/uPlot-LICENSE.txt" in names
+    assert {f"trackbridge/reports/assets/page/{name}" for name in ("main.js", "parts.css")} <= set(names)
     for file in (ROOT / "dashboards").rglob("*"):
         if file.is_file() and file.suffix != ".pyc":
             assert f"trackbridge/dashboards/{file.relative_to(ROOT / 'dashboards').as_posix()}" in names
