@@ -216,7 +216,7 @@ class Run:
             instruments=self._instruments,
             recorder=recorder,
             watch=(
-                primed(settings.detection, directory.rows(info.rank), info.attempt, info.start_step)
+                primed(settings.detection, directory.rows(info.rank), info.attempt, info.start_step, strict=settings.strict)
                 if settings.detection.enabled
                 else None
             ),

@@ -299,9 +299,9 @@ def test_a_pattern_is_one_event_for_all_its_series() -> None:
 # -- the laws
 
 
-def everything(steps: int = 2400) -> dict[str, Any]:
+def everything(steps: int = 2000) -> dict[str, Any]:
     series: dict[str, Any] = {**network(steps), **speed(pace(steps)), "mem/allocated_bytes": held("slope", steps)}
-    series["perf/step_s"][1500:1700] *= 3
+    series["perf/step_s"][1500:1600] *= 3
     series["perf/tokens_per_s"] = 1000 / series["perf/step_s"]
     series["act/2/kurtosis"][900:950] = 100
     return series
@@ -311,7 +311,7 @@ SETTINGS: dict[str, Any] = {"plateau": {"enabled": True, "steps": 300, "least": 
                             "rules": ["perf/step_s > 5 s for 20 steps"]}
 
 
-@pytest.mark.parametrize("cut", [5, 700, 905, 930, 1515, 1540, 1600, 2000])
+@pytest.mark.parametrize("cut", [5, 905, 1540, 1950])
 def test_resume_equals_no_resume(cut: int) -> None:
     data = rows(everything())
     whole = Watch(DetectionConfig(**SETTINGS))
@@ -328,7 +328,7 @@ def test_a_nan_in_every_series_changes_nothing_that_follows() -> None:
     told = [(a.kind, a.step) for a in events(series, **SETTINGS)]
     absent = {name: [v if i != 800 else None for i, v in enumerate(values)] for name, values in series.items()}
     broken = {name: [v if i != 800 else float("nan") for i, v in enumerate(values)] for name, values in series.items()}
-    absent["train/extra"] = broken["train/extra"] = [1.0] * 2400  # so that no row is empty
+    absent["train/extra"] = broken["train/extra"] = [1.0] * 2000  # so that no row is empty
     found = [(a.kind, a.step) for a in events(broken, **SETTINGS) if a.kind != "nonfinite"]
     assert found == [(a.kind, a.step) for a in events(absent, **SETTINGS)]
     assert [kind for kind, _ in found] == [kind for kind, _ in told]
