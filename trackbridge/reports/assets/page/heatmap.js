@@ -1,6 +1,7 @@
 // Layers by steps: how far each layer's statistic is from its own usual size. The rows' names are buttons.
 
 const ROW = 18;
+const HEAD = 8;  // above the rows: where anomalies are marked, so that they hide no cell
 const MOST_ROWS = 24;
 
 function heatmap() {
@@ -50,7 +51,7 @@ function heatmap() {
     if (!cells) return;
     const [first, last] = view.range ?? store.extent;
     const ratio = devicePixelRatio || 1;
-    const width = canvas.parentElement.clientWidth, height = cells.lines.length * ROW;
+    const width = canvas.parentElement.clientWidth, height = HEAD + cells.lines.length * ROW;
     if (!width) return;
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -75,27 +76,37 @@ function heatmap() {
         if (Number.isFinite(strongest[at])) held = strongest[at];
         ctx.fillStyle = bad[at] ? css("--ink") : Number.isFinite(held) ? colour(held) : "transparent";
         const x = Math.floor(at * canvas.width / columns);
-        ctx.fillRect(x, row * ROW * ratio, Math.ceil((at + 1) * canvas.width / columns) - x, ROW * ratio - ratio);
+        ctx.fillRect(x, (HEAD + row * ROW) * ratio, Math.ceil((at + 1) * canvas.width / columns) - x, ROW * ratio - ratio);
       }
     });
     for (const mark of page.marks) {
       const x = (mark.from - first) / (last - first + 1) * canvas.width;
       if (x < 0 || x > canvas.width) continue;
+      const half = HEAD / 2 * ratio, middle = x + Math.max(1, canvas.width / (last - first + 1)) / 2;
       ctx.fillStyle = css("--accent");
-      ctx.fillRect(x, 0, 1.5 * ratio, canvas.height);
+      ctx.beginPath();
+      ctx.moveTo(middle - half, 0);
+      ctx.lineTo(middle + half, 0);
+      ctx.lineTo(middle, HEAD * ratio);
+      ctx.fill();
     }
     axis.replaceChildren(el("span", {}, `step ${Math.round(first).toLocaleString("en")}`), el("span", {}, Math.round(last).toLocaleString("en")));
     const what = cells.signed ? ["−12 sigma", "+12 sigma"] : ["÷16", "×16"];
-    legend.replaceChildren(el("span", {}, what[0]), ...[-4, -2, -1, 0, 1, 2, 4].map((v) => {
-      const swatch = el("i");
-      swatch.style.background = colour(v);
-      return swatch;
-    }), el("span", {}, what[1]), el("span", { class: "soft" }, ` against the median ${page.subject ? "before the onset" : "of all steps"}; black: not finite.`));
+    const swatch = (fill) => {
+      const made = el("i");
+      made.style.background = fill;
+      return made;
+    };
+    legend.replaceChildren(
+      el("span", {}, what[0]), ...[-4, -2, -1, 0, 1, 2, 4].map((v) => swatch(colour(v))), el("span", {}, what[1]),
+      el("span", { class: "soft" }, `against the median ${page.subject ? "before the onset" : "of all steps"}`),
+      swatch("var(--ink)"), el("span", { class: "soft" }, "not finite"),
+    );
     canvas.setAttribute("aria-label", `${title(choice.value)} of ${cells.lines.length} layers over steps ${Math.round(first)} to ${Math.round(last)}, as a heat map; the layers are the buttons before it`);
   }
 
   canvas.addEventListener("mousemove", (event) => {
-    const line = cells?.lines[Math.floor(event.offsetY / ROW)];
+    const line = cells?.lines[Math.floor((event.offsetY - HEAD) / ROW)];
     if (!line) return;
     const [first, last] = view.range ?? store.extent;
     const step = first + event.offsetX / canvas.clientWidth * (last - first + 1) - 0.5;
@@ -104,7 +115,7 @@ function heatmap() {
   });
   canvas.addEventListener("mouseleave", () => { tip.textContent = ""; });
   canvas.addEventListener("click", (event) => {
-    const line = cells?.lines[Math.floor(event.offsetY / ROW)];
+    const line = cells?.lines[Math.floor((event.offsetY - HEAD) / ROW)];
     if (line) openLayer(line.name);
   });
   choice.addEventListener("change", choose);
