@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from tests.reports.conftest import PROJECT
 from tests.reports.specs import charts
 from tests.wandb_server import Status, WandbServer
 from trackbridge import load, panels, shipper
+from trackbridge.backends.wandb_process import Process
 from trackbridge.cli import app
 from trackbridge.panels import TEMPLATES
 from trackbridge.reports import wandb_report, wandb_workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+
+ITS_OWN_CLIENT = "test_a_run_on_this_disk_knows_where_it_is_in_wandb"
 
 
 def call(*arguments: object) -> Result:
@@ -38,6 +43,22 @@ def server(served: WandbServer) -> Iterator[WandbServer]:
     served.views.all.clear()
     yield served
     served.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def process(served: WandbServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """W&B's client, started once: starting it is most of what a command takes."""
+    process = Process(tmp_path_factory.mktemp("client"), served.url)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(autouse=True)
+def one_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, process: Process) -> None:
+    """Every command talks through it, but in the test that starts its own."""
+    if request.node.originalname != ITS_OWN_CLIENT:
+        command = importlib.import_module("trackbridge.cli.report")
+        monkeypatch.setattr(command, "_client", lambda base_url: nullcontext(process))
 
 
 @pytest.fixture
