@@ -180,6 +180,8 @@ def test_epochs_are_no_repeats() -> None:
     assert watched(contexts(order, np.arange(200) // 40)) == []
     assert watched(contexts(order)) == []
     assert watched(contexts([7] * 60)) == []  # the whole data set is one batch
+    assert watched(contexts(order, [0] * 200)) == []  # itertools.cycle: nobody counts the epochs
+    assert watched(contexts([(7, 7)] * 60, [0] * 60)) == []  # overfitting one batch, on purpose
 
 
 def test_samples_drawn_with_replacement_are_no_repeats() -> None:

@@ -275,6 +275,12 @@ def test_a_rule_that_cannot_be_read_is_an_error_in_one_line(text: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_rules_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKBRIDGE_DETECTION__RULES", '["perf/mfu < 0.3", {"rule": "train/lr > 1", "severity": 0.9}]')
+    loaded = TrackbridgeConfig.load().detection.rules
+    assert [(rule.rule, rule.severity) for rule in loaded] == [("perf/mfu < 0.3", 0.5), ("train/lr > 1", 0.9)]
+
+
 def test_a_share_of_what_nobody_knows_is_never_broken() -> None:
     assert Rule.model_validate("mem/reserved_bytes > 1%").limit("mem/reserved_bytes", lambda name: None) is None
     assert events({"mem/reserved_bytes": np.full(10, 1e12)}, rules=["mem/reserved_bytes > 1%"]) == []

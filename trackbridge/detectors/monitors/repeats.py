@@ -1,9 +1,8 @@
 """The same batch again, though the epoch is not over.
 
 Batches are known by the fingerprints of their step (`trackbridge.fingerprints`). Within one epoch of one loader none comes
-twice. Where the epoch is unknown, data that comes round again from its first batch on is a new epoch; anything else is a
-repeat. A single equal batch could be
-chance where a batch is a sample or two: then it takes three in a row, at one distance.
+twice. Data that comes round again from its first batch on is a new pass that nobody counted; anything else is a repeat. A
+single equal batch could be chance where a batch is a sample or two: then it takes three in a row, at one distance.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ _CERTAIN = 3  # equal steps in a row, at one distance, that are no chance even w
 
 class Repeats(Monitor):
     NAME = "repeats"
-    KEPT: ClassVar[tuple[str, ...]] = ("seen", "first", "around", "distance", "row", "told", "ended")
+    KEPT: ClassVar[tuple[str, ...]] = ("seen", "first", "epoch", "around", "differ", "distance", "row", "told", "ended")
 
     def __init__(self, config: RepeatsConfig) -> None:
         super().__init__()
         self.config = config
         self.seen: dict[str, int] = {}  # batch -> the step that used it last, oldest first, at most `memory` of them
-        self.first = -1  # the step at which the present pass over the data began, where nobody counts epochs
-        self.around = 0  # steps of a pass, once the data has come round
+        self.epoch = ""  # loader and epoch of the latest step
+        self.first = -1  # the step at which the present pass over the data began
+        self.around = 0  # steps of a pass, once the data has come round within one epoch, as it does in `itertools.cycle`
+        self.differ = False  # the micro-batches of some step were different ones
         self.distance = 0  # of the repeat under way
         self.row = 0  # its length in steps
         self.told = False
@@ -39,12 +40,14 @@ class Repeats(Monitor):
         prints = [micro.fingerprint for micro in look.context.micro] if look.context else []
         if look.context is None or not prints or None in prints:
             return None
-        if self.first < 0:
-            self.first = look.step
-        if len(prints) > 1 and len(set(prints)) == 1:
+        head = f"{look.context.micro[0].loader}:{look.context.micro[0].epoch}"
+        if head != self.epoch:
+            self.epoch, self.first, self.around = head, look.step, 0
+        self.differ |= len(set(prints)) > 1
+        if self.differ and len(prints) > 1 and len(set(prints)) == 1:
             words = f"all {len(prints)} micro-batches of step {look.step} are the same batch"
             return None if self.told else self._tell(look.step, 0, words)
-        key = _key(look.context.micro, prints)
+        key = f"{head}:" + "".join(str(one)[:16] for one in prints)  # sixteen digits of each tell them apart
         earlier = self.seen.pop(key, None)
         self.seen[key] = look.step
         if len(self.seen) > self.config.memory:
@@ -55,7 +58,7 @@ class Repeats(Monitor):
         distance = look.step - earlier
         self.row = self.row + 1 if distance == self.distance else 1
         self.distance = distance
-        if look.context.micro[0].epoch is None and (earlier == self.first or distance == self.around):
+        if earlier == self.first or distance == self.around:
             if earlier == self.first:
                 self.first, self.around = look.step, distance
             return None
@@ -76,12 +79,6 @@ class Repeats(Monitor):
     def _tell(self, onset: int, distance: int, words: str) -> Sign:
         self.told, self.ended = True, -1
         return Sign(FAULT, "rule", SERIES, onset, float(distance), 0.0, 1.0, 0.5, words)
-
-
-def _key(micros: Sequence[MicroBatch], prints: Sequence[str | None]) -> str:
-    """A step's batches, their loader and epoch. Sixteen digits of each fingerprint tell them apart."""
-    first = micros[0]
-    return f"{first.loader}:{first.epoch}:" + "".join(str(one)[:16] for one in prints)
 
 
 def _samples(micros: Sequence[MicroBatch]) -> float:
