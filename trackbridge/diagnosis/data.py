@@ -6,6 +6,7 @@ from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import JUMPED, View, in_steps, is_embedding, number, times
 
 _CALM = 5.0  # sigmas below which an activation is as usual
+_STAYS = 3.0  # sigmas of a loss that stays up
 _MANY = 0.02  # a share of new tokens from which they could move the loss
 
 
@@ -132,7 +133,9 @@ def label_fault(view: View, case: Case) -> None:
         case.add(STRONG, words(*targets[0], view.onset))
         case.add(WEAK, "the inputs of the same batch are as usual")
     act, loss = view.moved_activation, view.loss_jump
-    if act is not None and loss is not None and loss > JUMPED and view.anomaly.kind != "nonfinite":
+    jumped = loss is not None and loss > JUMPED
+    stays = bool(view.lasts) and view.loss_shift is not None and view.loss_shift > _STAYS
+    if act is not None and loss is not None and (jumped or stays) and view.anomaly.kind != "nonfinite":
         if act[1] < _CALM:
             most = f"largest change: {act[0]}, {number(act[1])} sigmas"
             case.add(SOLID, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")

@@ -113,7 +113,7 @@ def attention_logit_growth(view: View, case: Case) -> None:
     if together and all(is_attention(name) for name, _ in together):
         case.add(STRONG + WEAK, f"{len(together)} weights of attention changed in between and no other did: {together[0][0]} "
                                 f"{times(together[0][1])}")  # fmt: skip
-    apart = _gradients_apart(view)
+    apart = _gradients_apart(view) if view.gradual or view.lead >= 2 else None
     if apart is not None:
         name, own, others = apart
         case.add(
@@ -207,6 +207,7 @@ def hardware_fault(view: View, case: Case) -> None:
     if changed is not None:
         name, factor, sigmas = changed
         case.add(STRONG, f"{name} changed {times(factor)} in between ({number(sigmas)} sigmas), other weights did not")
+        _explained(view, case, name)
     gradient = _lone_gradient(view)
     if gradient is not None and first is None:
         case.add(
@@ -247,6 +248,20 @@ def hardware_fault(view: View, case: Case) -> None:
         and _still_out(view)
     ):
         case.against(STRONG, "the activations stay different while the weights are as they were: no bit flips for so long")
+
+
+def _explained(view: View, case: Case, name: str) -> None:
+    """What else may have changed the weight `name` so much: its own update, or all of a table at once."""
+    layer = name.removesuffix("/weight_norm")
+    moved = view.rise(f"{layer}/update_ratio", 10)
+    if moved is not None and moved > 5:
+        case.against(STRONG, f"{layer}: an update of {times(moved)} the usual size did it")
+    steps, moments = view.series(f"{layer}/exp_avg_sq_norm")
+    inside = moments[(steps >= view.onset - 30) & (steps <= view.anomaly.step + 10)]
+    if len(inside) > 1 and inside.max() > 0 and (inside[1:] / np.maximum(inside[:-1], 1e-300)).min() < 0.5:
+        case.against(STRONG, f"{layer}: its second moment had fallen, so its update was too large")
+    if (is_embedding(name) or is_head(name)) and view.first_jump is not None and not _single_element(view):
+        case.against(STRONG, "many of its elements changed, not one")
 
 
 def _still_out(view: View) -> bool:

@@ -38,14 +38,13 @@ def jump(base: FloatArray, near: FloatArray) -> float | None:
 
 
 def moved(base: FloatArray, near: FloatArray) -> float | None:
-    """How far, in robust sigmas of log space, the first of `near` lies from `base`, up or down, or the mean of `near` in its
-    standard error, whichever is more; infinite if one is not finite, None with too little history."""
+    """How far, in robust sigmas of log space, the farthest of `near` lies from `base`, up or down; infinite if one is not
+    finite, None with too little history."""
     if len(base) < LEAST or not len(near):
         return None
     if not np.isfinite(near).all():
         return math.inf
-    scores = [deviation(value, logs(base), 0.03) for value in logs(near).tolist()]
-    return max(abs(scores[0]), abs(sum(scores)) / math.sqrt(len(scores)))
+    return max(abs(deviation(value, logs(base), 0.03)) for value in logs(near).tolist())
 
 
 def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:

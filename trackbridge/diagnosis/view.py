@@ -125,11 +125,15 @@ class View:
             return False
         if self.anomaly.kind == "drift":
             return True
-        name = self.mover[0] if self.mover else self.anomaly.series
-        steps, values = self.series(name)
         first = min(self.onset, self.mover[1] if self.mover else self.onset) - 4
-        found = trends.largest_share(steps, values + (3.0 if name.endswith("/kurtosis") else 0.0), first, self.rows[-1].step)
-        return found is not None and found[0] > _RISE and found[1] < _STEPWISE
+        moved = {self.anomaly.series} if self.anomaly.series.startswith(("act/", "layer/", "grad/")) else set()
+        for name in moved | ({self.mover[0]} if self.mover else moved or {self.anomaly.series}):
+            steps, values = self.series(name)
+            shift = 3.0 if name.endswith("/kurtosis") else 0.0
+            found = trends.largest_share(steps, values + shift, first, self.rows[-1].step)
+            if found is not None and found[0] > _RISE and found[1] < _STEPWISE:
+                return True
+        return False
 
     def grown(self, names: Sequence[str], least: float) -> list[Grown]:
         """(growth, name) of the series that grew at least `least` times, the most grown first."""
@@ -166,6 +170,15 @@ class View:
         if not np.isfinite(now):
             return np.inf
         return trends.deviation(now, base, 0.01 * abs(float(np.median(base))))
+
+    @cached_property
+    def loss_shift(self) -> float | None:
+        """By how many robust sigmas of its latest values the loss lies above them in the median of the window's end."""
+        base, after = self.before("train/loss", 32), self.near("train/loss", LATER)
+        after = after[np.isfinite(after)]
+        if len(base) < trends.LEAST or len(after) < 4:
+            return None
+        return trends.deviation(float(np.median(after)), base, 0.01 * abs(float(np.median(base))))
 
     # -- before the onset --------------------------------------------------------------------------------------------------
 
@@ -265,8 +278,8 @@ class View:
 
     @cached_property
     def moved_activation(self) -> tuple[str, float] | None:
-        """The activation statistic that moved most, up or down, at the onset or over it and the two steps after it together:
-        (series, sigmas). The further steps only count with their common direction, for weights go on moving."""
+        """(series, sigmas) of the activation statistic that moved most, up or down, at the onset. Later steps say less: the
+        weights have moved by then."""
         return max(filter(None, map(self._moved, self.sites)), key=lambda pair: pair[1], default=None)
 
     @property
@@ -279,7 +292,7 @@ class View:
         for statistic in _ACTIVATIONS:
             name = f"act/{site}/{statistic}"
             shift = 3.0 if statistic == "kurtosis" else 0.0
-            z = trends.moved(self.before(name, 100) + shift, self.near(name, 2) + shift)
+            z = trends.moved(self.before(name, 100) + shift, self.near(name, 0) + shift)
             if z is not None:
                 found.append((name, z))
         return max(found, key=lambda pair: pair[1], default=None)
