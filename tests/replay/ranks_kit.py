@@ -1,12 +1,14 @@
 """A small training on two ranks, under DDP or FSDP2, with a spike; run by torchrun. ``python -m tests.replay.ranks_kit``:
 
-record KIND DIR               train and record, nonsense at step `BAD`
-replay KIND OUT CAPSULE...    replay each; the report of each rank goes to OUT/<capsule's parent>-<rank>.json
+record DIR KIND...                   train and record each kind, nonsense at step `BAD`
+replay OUT KIND NAME CAPSULE ...     replay each capsule; the report of each rank goes to OUT/<KIND>-<NAME>-<rank>.json, and of
+                                     the ones named "plain" also what changes to it do, to OUT/<KIND>-tries-<rank>.json
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import trackbridge
-from trackbridge.replay import Rebuilt, rerun
+from trackbridge.replay import Rebuilt, rerun, what_if
 
 STEPS, BAD, BATCH, MICRO = 56, 50, 4, 2
+TRIES = ("skip-batch", "clip=0.1", "spam=50", "reset-momentum", "restore-optimizer=/nowhere")
 SETTINGS: dict[str, Any] = {
     "recorder": {"snapshot_every": 12, "before": 4, "after": 4, "upload_batches": True},
     "parameters": {"weights_every": 4, "moments_every": 4, "histograms_every": 12},
@@ -79,14 +82,19 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), BATCH, sampler=sampler, num_workers=0)
 
 
-def record(kind: str, directory: str) -> None:
+def record(directory: str, *kinds: str) -> None:
+    for kind in kinds:
+        _record(kind, directory)
+
+
+def _record(kind: str, directory: str) -> None:
     model, optimizer, schedule = make(kind)
     run = trackbridge.init(dir=directory, id=kind, **SETTINGS)
     run.watch(model, optimizer, state={"schedule": schedule})
     batches = iter(run.batches(data()))
     for _ in range(STEPS):
         run.step(loss=update(model, optimizer, schedule, (next(batches) for _ in range(MICRO))))
-    assert run.finish(60), "delivered"
+    assert run.finish(150), "sealed"
     dist.barrier()
 
 
@@ -99,10 +107,16 @@ def build(kind: str) -> Rebuilt:
     return Rebuilt(model, optimizer, step, state={"schedule": schedule})
 
 
-def replay(kind: str, out: str, *capsules: str) -> None:
-    for capsule in capsules:
-        report = rerun(trackbridge.pull(capsule), lambda: build(kind))
-        (Path(out) / f"{Path(capsule).parent.name}-{dist.get_rank()}.json").write_text(report.model_dump_json())
+def replay(out: str, *words: str) -> None:
+    for kind, name, path in zip(words[::3], words[1::3], words[2::3], strict=True):
+        capsule, made = trackbridge.pull(path), partial(build, kind)
+        _write(out, kind, name, rerun(capsule, made))
+        if name == "plain":
+            _write(out, kind, "tries", what_if(capsule, made, TRIES))
+
+
+def _write(out: str, kind: str, name: str, report: Any) -> None:
+    (Path(out) / f"{kind}-{name}-{dist.get_rank()}.json").write_text(report.model_dump_json())
 
 
 if __name__ == "__main__":

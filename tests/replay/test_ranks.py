@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.capsules import adopt
 from tests.replay import ranks_kit
 from trackbridge.capsule import load
-from trackbridge.replay import ReplayReport, rerun
+from trackbridge.replay import CounterfactualReport, ReplayReport, rerun, skip_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,36 +28,54 @@ def torchrun(*words: object, ranks: int = 2) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launch, "-m", "tests.replay.ranks_kit", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A capsule of two ranks, and the reports of the two ranks that replayed it, by what was changed in it."""
+    """A capsule of two ranks, and the reports of the two ranks that replayed it, by what was changed in it; and what each of
+    them found that would have prevented the spike."""
 
     kind: str
     path: Path
     reports: dict[str, list[ReplayReport]]
+    tries: list[CounterfactualReport]
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+KINDS = ("ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     """Recorded by one torchrun; replayed by another, as it is and spoiled."""
-    folder = tmp_path_factory.mktemp(request.param)
-    torchrun("record", request.param, folder)
-    path = folder / request.param / "capsules" / f"spike-{ranks_kit.BAD}"
-    copies = {"plain": path}
-    for name, spoil in (("flipped", flip_a_bit), ("hungry", take_a_batch)):
-        copies[name] = Path(shutil.copytree(path, folder / name / path.name))
-        spoil(copies[name])
-    (folder / "plain").symlink_to(path.parent)
-    out = tmp_path_factory.mktemp("reports")
-    torchrun("replay", request.param, out, *(folder / name / path.name for name in copies))
-    read = ReplayReport.model_validate_json
-    found = {name: [read((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in copies}
-    return Recorded(request.param, path, found)
+    folder, out = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("reports")
+    torchrun("record", folder, *KINDS)
+    words: list[object] = []
+    paths = {kind: folder / kind / "capsules" / f"spike-{ranks_kit.BAD}" for kind in KINDS}
+    spoils: dict[str, Callable[[Path], None]] = {"plain": lambda _: None, "flipped": flip_a_bit, "hungry": take_a_batch}
+    for kind, path in paths.items():
+        for name, spoil in spoils.items():
+            copy = Path(shutil.copytree(path, folder / f"{kind}-{name}" / path.name))
+            spoil(copy)
+            words += [kind, name, copy]
+    torchrun("replay", out, *words)
+
+    def read(report: type[Any], kind: str, name: str) -> list[Any]:
+        return [report.model_validate_json((out / f"{kind}-{name}-{rank}.json").read_text()) for rank in (0, 1)]
+
+    return {
+        kind: Recorded(
+            kind, path, {name: read(ReplayReport, kind, name) for name in spoils}, read(CounterfactualReport, kind, "tries")
+        )
+        for kind, path in paths.items()
+    }
+
+
+@pytest.fixture(params=KINDS)
+def recorded(request: pytest.FixtureRequest, both: dict[str, Recorded]) -> Recorded:
+    return both[request.param]
 
 
 def flip_a_bit(capsule: Path) -> None:
@@ -137,8 +157,22 @@ def test_what_one_rank_lacks_stops_all(recorded: Recorded) -> None:
 
 def test_more_than_two_ranks_of_ddp_add_in_the_recorded_order(tmp_path: Path) -> None:
     """DDP orders its buckets anew after a process' first step; with three ranks the order of addition shows."""
-    torchrun("record", "ddp", tmp_path, ranks=3)
+    torchrun("record", tmp_path, "ddp", ranks=3)
     path = tmp_path / "ddp" / "capsules" / f"spike-{ranks_kit.BAD}"
-    torchrun("replay", "ddp", tmp_path, path, ranks=3)
-    report = ReplayReport.model_validate_json((tmp_path / "capsules-2.json").read_text())
+    torchrun("replay", tmp_path, "ddp", "only", path, ranks=3)
+    report = ReplayReport.model_validate_json((tmp_path / "ddp-only-2.json").read_text())
     assert report.verdicts == ("exact",) * 3, report.to_markdown()
+
+
+def test_what_would_have_prevented_it_on_two_ranks(recorded: Recorded) -> None:
+    """Nonsense in the batch of both: leaving it out ranks first on each, and what cannot be tried on one cannot on any."""
+    for found in recorded.tries:
+        outcomes = {tried.name.partition("=")[0]: tried.outcome for tried in found.tries}
+        assert found.verdict == "exact" and found.rerun.outcome == "remains"
+        assert found.best is not None and found.best.name == "skip-batch", found.to_markdown()
+        assert outcomes.pop("restore-optimizer") == "not-runnable" and outcomes.pop("skip-batch") == "prevented"
+        assert set(outcomes.values()) == {"remains"}
+    clipped = [next(tried for tried in found.tries if tried.name == "clip=0.1") for found in recorded.tries]
+    assert clipped[0].given_up == clipped[1].given_up > 0, "the norm is that of all shards"
+    plan = skip_plan(load(recorded.path))
+    assert [skip.rank for skip in plan.skips] == [0, 0, 1, 1] and len({skip.sample_ids for skip in plan.skips}) == 4
