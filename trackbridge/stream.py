@@ -99,7 +99,7 @@ class Stream:
         self.before: dict[int, int] = {}
         self._config = config
         self._budget = budget or Budget()
-        self._starts = starts or {}
+        self._starts = {} if starts is None else starts  # grows while we read
         self._slot: Slot | None = None
         self._last = after  # seq of the newest row in it
         self._wide_sent = -math.inf  # time of the newest row that carried wide series

@@ -1,4 +1,4 @@
-"""``python -m tests.faults [tensorboard] [mlflow] [wandb] --schedules 200 [--first 0]``: run many schedules, print the seeds."""
+"""``python -m tests.faults [tensorboard] [mlflow] [wandb] --schedules 200 [--first 0]``: many schedules, failed seeds printed."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Wandb:
             self.server.stop()
             return "server stopped", self.server.start
         where: dict[str, str] = rng.choice(
-            [{"path": ".*/file_stream"}, {"path": ".*/file_stream"}, {"path": "/storage/.*", "method": "PUT"}, {"path": "/graphql"}]
+            [*2 * [{"path": ".*/file_stream"}], {"path": "/storage/.*", "method": "PUT"}, {"path": "/graphql"}]
         )
         actions = [Status(503), Status(429), Drop(), Drop(after=True), Cut(rng.randrange(2000)), Stall(3.0)]
         if "file_stream" in where["path"]:

@@ -1,4 +1,4 @@
-"""The trainer of a schedule: a process of its own that journals rows until it ends or is killed. No torch: it starts at once."""
+"""The trainer of a schedule: a process that journals rows until it ends or is killed. No torch: it starts at once."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Life:
 
 def begin(path: str, life: Life) -> RunDirectory:
     directory = RunDirectory(path)
-    attempt = Attempt(
-        number=life.number, start_step=life.start_step, time=T0 + 10_000.0 * life.number, pid=os.getpid(), host=socket.gethostname()
-    )
+    begun, host = T0 + 10_000.0 * life.number, socket.gethostname()
+    attempt = Attempt(number=life.number, start_step=life.start_step, time=begun, pid=os.getpid(), host=host)
     if directory.file.exists():
         file = directory.read()
         file.attempts.append(attempt)
