@@ -324,8 +324,8 @@ def write(
 
 
 def rewrite(capsule: SpikeCapsule, change: Callable[[SpikeCapsule, Path], SpikeCapsule | None]) -> SpikeCapsule:
-    """The same capsule with other files: ``change(capsule, folder)`` works on a copy of the folder, which then takes its place. It
-    may return the manifest with other facts about the anomaly.
+    """The same capsule with other files: ``change(capsule, folder)`` works on a copy of the folder, which then takes its
+    place. It may return the manifest with other facts about the anomaly.
 
     The copy is made of hard links where the file system has them, so `change` must write new files (`Path.unlink` first, or
     `replace`), never into old ones; `capsule` is the copy, unchecked. The raw batches beside are not touched. A crash leaves
