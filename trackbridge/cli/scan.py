@@ -11,6 +11,7 @@ import typer
 from trackbridge.cli.common import Json, console, emit, number, plain, sparkline
 
 if TYPE_CHECKING:
+    from trackbridge.records import FloatArray
     from trackbridge.scan import Scan
 
 
@@ -64,15 +65,23 @@ def _write(found: Scan, path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; give --plot a file in a folder that exists") from None
 
 
+def _cut(values: FloatArray) -> FloatArray:
+    """`values` without their heights beyond the 99th percentile: the first steps would flatten all else."""
+    import numpy as np
+
+    finite = values[np.isfinite(values)]
+    return np.minimum(values, np.percentile(finite, 99)) if len(finite) else values
+
+
 def _print(found: Scan, plot: Path | None) -> None:
     from rich.table import Table
 
     out = console()
     out.print(f"[bold]{plain(found.source)}[/]: {len(found.steps):,} steps, {found.steps[0]} to {found.steps[-1]}")
     curves = Table(box=None, pad_edge=False, show_header=False)
-    curves.add_row(plain(found.columns["train/loss"]), sparkline(found.loss, 60))
+    curves.add_row(plain(found.columns["train/loss"]), sparkline(_cut(found.loss), 60))
     if found.grad_norm is not None:
-        curves.add_row(plain(found.columns["grad/norm"]), sparkline(found.grad_norm, 60))
+        curves.add_row(plain(found.columns["grad/norm"]), sparkline(_cut(found.grad_norm), 60))
     out.print(curves)
     if not found.anomalies:
         out.print("no anomalies")
