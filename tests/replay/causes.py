@@ -150,8 +150,8 @@ def record(directory: Path, cause: Cause, **settings: Any) -> Path:
 
 
 def resumed(directory: Path, cause: Cause, *, stale: bool = False, lost: bool = False) -> Path:
-    """Stop at `cause.bad` and go on from a checkpoint. `stale`: the second moments of one layer in it are those of step `EARLY`,
-    when that layer's gradient was tiny. `lost`: nobody loads the optimizer's state."""
+    """Stop at `cause.bad` and go on from a checkpoint. `stale`: the second moments of one layer in it are of step
+    `EARLY`, when that layer's gradient was tiny. `lost`: nobody loads the optimizer's state."""
     made = Training(cause)
     run = trackbridge.init(dir=directory, strict=True, **SETTINGS)
     train(run, made, 0, EARLY)

@@ -16,6 +16,7 @@ from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.lab import CounterfactualReport, ReplayReport, Try
 from trackbridge.lab.counterfactuals import RERUN, Outcome
 from trackbridge.names import is_wide
+from trackbridge.ranks import Ranks
 from trackbridge.records import Anomaly
 from trackbridge.replay import settings
 from trackbridge.replay.compare import LOSS
@@ -25,7 +26,7 @@ from trackbridge.replay.guilty import guilty_steps
 from trackbridge.replay.judge import Ran
 from trackbridge.replay.norms import GradientNorm
 from trackbridge.replay.score import Curve, Judge, gradient_judged
-from trackbridge.replay.trial import Intervention, NotRunnable, Trial
+from trackbridge.replay.trial import Intervention, Trial
 
 GROUP = "trackbridge.interventions"
 ALL = "all"
@@ -89,7 +90,8 @@ def what_if(
     wanted = [Asked.parse(text) for text in expand(tries, capsule.anomaly)]
     own_rank = this_rank() if rank is None else rank
     replay = replay or capsule.replay
-    if replay is None or replay.rank != own_rank or replay.verdict == "incomplete":
+    ours = replay is not None and (replay.rank == own_rank or Ranks.current().world_size > 1)  # one report for all ranks
+    if replay is None or not ours or replay.verdict == "incomplete":
         replay = rerun(capsule, build, deterministic=deterministic, rank=own_rank)
     if replay.verdict == "incomplete":
         raise TrackbridgeError(f"this capsule cannot be replayed, so nothing can be tried: {replay.reason}")
@@ -171,10 +173,8 @@ class _Lab:
         outcome: Outcome
         try:
             history = self.replay.run(number, trial)
-        except NotRunnable as why:
-            outcome, reason = "not-runnable", str(why)
-        except Incomplete as why:
-            outcome, reason = "failed", str(why)
+        except Incomplete as why:  # NotRunnable is one
+            outcome, reason = "not-runnable", str(why.args[0])
         except UsageError:
             raise
         except (TrackbridgeError, torch.OutOfMemoryError) as error:

@@ -151,7 +151,8 @@ class Replay:
             )
         instruments = Instruments(self._parameters, self._activations, strict=True)
         history: dict[int, Ran] = {}
-        with nullcontext() if trial is None else trial.applied(rebuilt):  # first, so that the probes see what it does
+        # first, so that the probes see what it does
+        with nullcontext() if trial is None else trial.applied(rebuilt, self.world.together):
             instruments.attach(rebuilt.models, rebuilt.optimizers, rebuilt.scaler)
             with _rates(rebuilt, instruments) as rates:
                 try:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trackbridge.errors import UsageError
 from trackbridge.interventions import THETA, clip_spikes_, reset_momentum_
 from trackbridge.replay import checkpoints
+from trackbridge.replay.norms import whole
 from trackbridge.replay.trial import NotRunnable, Trial
 
 JUMP = 1.25
@@ -188,7 +189,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 def _norm(optimizer: Optimizer) -> float:
     gradients = _gradients(optimizer)
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def _span(trial: Trial) -> str:

@@ -44,4 +44,10 @@ class GradientNorm:
         """The step is over; `scale` is the loss scale that was in force."""
         squares, self._squares = self._squares, {}
         if squares:
-            self.values[step] = sum(float(square) for square in squares.values()) ** 0.5 / scale
+            self.values[step] = sum(map(whole, squares.values())) ** 0.5 / scale
+
+
+def whole(number: Tensor) -> float:
+    """A 0-d tensor as a number; of a sharded one over all ranks, where plain ``float()`` knows this rank's part only."""
+    full = getattr(number, "full_tensor", None)
+    return float(number if full is None else full())

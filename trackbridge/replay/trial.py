@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim import Optimizer
 
 from trackbridge.capsule import SpikeCapsule
+from trackbridge.replay.feed import Incomplete
 
 if TYPE_CHECKING:
     from trackbridge.replay.norms import GradientNorm
@@ -18,7 +19,7 @@ LEAD = 4
 """A change acts from this many steps before the suspected batch on: a loss shows what the updates before it did."""
 
 
-class NotRunnable(Exception):  # noqa: N818 - a finding, not an error
+class NotRunnable(Incomplete):
     """This change cannot be made to this replay; the text says why, in a sentence."""
 
 
@@ -125,10 +126,11 @@ class Trial:
     # -- what the replay calls
 
     @contextmanager
-    def applied(self, rebuilt: Rebuilt) -> Iterator[None]:
-        """Around all steps."""
+    def applied(self, rebuilt: Rebuilt, together: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+        """Around all steps. `together` makes what one rank finds impossible impossible on all."""
         self.rebuilt = rebuilt
-        self.what = self._intervene(self, self._value)
+        with together("a change to the replay"):
+            self.what = self._intervene(self, self._value)
         handles = []
         for optimizer in rebuilt.optimizers.values():
             handles.append(optimizer.register_step_pre_hook(lambda it, *_: self._run(self._updates, it)))
@@ -136,8 +138,9 @@ class Trial:
         try:
             with nullcontext() if self.norm is None else self.norm.watching(rebuilt):
                 yield
-            for check in self._ends:
-                check()
+            with together("the end of a changed replay"):
+                for check in self._ends:
+                    check()
         finally:
             for handle in handles:
                 handle.remove()

@@ -54,7 +54,8 @@ class World:
             yield
         except (Incomplete, TrackbridgeError) as error:
             own = error
-        said = "" if own is None else json.dumps([type(own).__name__, *map(str, own.args)])
+        kind = Incomplete if isinstance(own, Incomplete) else type(own)
+        said = "" if own is None else json.dumps([kind.__name__, *map(str, own.args)])
         for rank, answer in enumerate(ranks.gather(said, timeout=SECONDS, what=what)):
             if answer:
                 raise _error(rank, *json.loads(answer)) from own
