@@ -51,9 +51,9 @@ def _picture(scan: Scan, values: FloatArray, name: str) -> str:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ""
-    low, high = float(finite.min()), float(finite.max())
-    usual = float(np.percentile(finite, 99.5))
-    high = min(high, low + (usual - low) / _CUT) if usual > low else high  # one huge spike must not flatten all else
+    later = finite[len(finite) // 50 :]  # the first steps would flatten all else, and so would one huge spike
+    low, high, usual = float(finite.min()), float(later.max()), float(np.percentile(later, 99.5))
+    high = min(high, low + (usual - low) / _CUT) if usual > low else high
     high = high if high > low else low + 1.0
     first, last = float(scan.steps[0]), float(max(scan.steps[-1], scan.steps[0] + 1))
 
