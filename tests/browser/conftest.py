@@ -22,7 +22,7 @@ from trackbridge.history import RunRecord
 
 LAPTOP, PHONE = (1366, 768), (390, 844)
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--no-first-run"]
-MUST = "TRACKBRIDGE_TEST_BROWSER"
+MUST = "BROWSER_TESTS_MUST_RUN"
 """Set where these tests have to run (``.ci/run``): then a missing Chromium is a failure and no reason to skip."""
 
 
