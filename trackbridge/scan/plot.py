@@ -75,7 +75,8 @@ def _picture(scan: Scan, values: FloatArray, name: str) -> str:
     parts += [_mark(a, x) for a in scan.anomalies]
     points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned(scan.steps, values))
     parts.append(f'<polyline class="curve" points="{points}"/>')
-    return f'<h2>{escape(name)}</h2><svg viewBox="0 0 {_WIDTH} {_HEIGHT + 6}" role="img">{"".join(parts)}</svg>'
+    cut = f" (cut at {high:.4g})" if float(finite.max()) > high else ""
+    return f'<h2>{escape(name)}{cut}</h2><svg viewBox="0 0 {_WIDTH} {_HEIGHT + 6}" role="img">{"".join(parts)}</svg>'
 
 
 def _mark(anomaly: Anomaly, x: Callable[[float], float]) -> str:
