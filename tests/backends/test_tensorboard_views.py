@@ -112,7 +112,7 @@ def test_a_capsule_shows_its_pictures_and_its_post_mortem(tmp_path: Path) -> Non
     assert (int(width), int(height)) == Image.open(io.BytesIO(data)).size == (9, 5)
     text = {tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in of_plugin(reader, "text")}
     assert text["post-mortem/spike-7"] == "# Post-mortem 7"
-    assert text["anomaly/spike-7"].startswith("- **What happened.** **train/loss** was **9.5**")
+    assert text["anomaly/spike-7"].startswith("**What happened.** **train/loss** was **9.5**")
     assert "kind" in text["artifact/spike-9"]
     again = ship(run, two)
     assert len(again.Tensors("pictures/gradient-map")) == 2, "nothing twice"

@@ -11,11 +11,11 @@ def test_an_anomaly_in_a_line_and_on_a_page() -> None:
     line = "spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119"
     assert words.anomaly_line(spike) == line
     assert words.anomaly_markdown(spike).splitlines() == [
-        "- **What happened.** **train/loss** was **9.5** where **2.25** was expected (spike).",
-        "- **When.** From step **119**, seen at step 120 (2025-06-15 15:08:40 UTC). Not back to normal so far.",
-        "- **How bad.** **31 sigma** from what was expected.",
-        "- **What moved first.** grad/norm at step 119.",
-        "- **What to do now.** To test the first hypothesis, corrupt-batch: skip the batch.",
+        "**What happened.** **train/loss** was **9.5** where **2.25** was expected (spike).  ",
+        "**When.** From step **119**, seen at step 120 (2025-06-15 15:08:40 UTC). Not back to normal so far.  ",
+        "**How bad.** **31 sigma** from what was expected.  ",
+        "**What moved first.** grad/norm at step 119.  ",
+        "**What to do now.** To test the first hypothesis, corrupt-batch: skip the batch.  ",
         "",
         "- ranks: 0",
         "- cascade: grad/norm (119), train/loss (120)",

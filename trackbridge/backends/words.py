@@ -22,7 +22,8 @@ def anomaly_line(anomaly: Anomaly) -> str:
 
 def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     """The anomaly as a short page: the five questions, then the facts and the hypotheses with their evidence."""
-    lines = [f"- **{question}.** {answer}" for question, answer in answers(anomaly, commands)]  # close together: MLflow folds
+    # one paragraph with hard breaks: MLflow's page folds a description after some five lines
+    lines = [f"**{question}.** {answer}  " for question, answer in answers(anomaly, commands)]
     lines.append("")
     facts = {
         "ranks": ", ".join(map(str, anomaly.ranks)),
