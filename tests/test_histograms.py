@@ -58,7 +58,8 @@ def test_the_device_path_counts_as_the_cpu_path(arrays: list[np.ndarray], dtype:
     tensors = [torch.from_numpy(array).to(dtype) for array in arrays if array.size]
     if tensors:
         expected = np.stack([count_on_cpu(tensor) for tensor in tensors])
-        assert (count_on_device(tensors).numpy() == expected).all()
+        found = count_on_device(tensors).numpy()
+        assert (histograms.fold(found) == histograms.fold(expected)).all(), "a NaN may change its payload on the way"
 
 
 def test_the_device_path_counts_large_tensors_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

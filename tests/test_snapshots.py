@@ -94,7 +94,7 @@ def test_a_pinned_snapshot_restores_the_state_before_the_step(tmp_path: Path, de
         step()  # must not reach the copy
     assert ring.pin(7) is None
     skeleton, arrays, metadata = tree.load(folder(tmp_path, 5))
-    assert metadata == {"step": 5, "attempt": 0, "rank": 0, "missing": {}}
+    assert metadata == {"step": 5, "attempt": 0, "rank": 0, "missing": {}, "first": True}
     state = tree.unpack(skeleton, arrays)
     assert state["models"][""]["head.weight"] is state["models"][""]["embed.weight"]  # stored once
     fresh, _ = watched(device)
