@@ -29,8 +29,8 @@ _FEATURES = 4096
 _TARGET = re.compile(r"(^|[._/\[\]'])(y|labels?|targets?|tgt|answers?|class(es)?)([._/\[\]']|$)", re.IGNORECASE)
 _FLOATS = {"mean": 0.05, "std": 0.03, "largest": 0.15}  # of the usual standard deviation: smaller changes are no news
 
-_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "pairs": 0.01}
-_LEARNED = ("new", "pairs", "profile")
+_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "kinds": 0.01, "pairs": 0.01}
+_LEARNED = ("new", "kinds", "pairs", "profile")
 _SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "profile")
 
 Table = dict[tuple[str, str], dict[int, list[float]]]
@@ -109,7 +109,7 @@ class Batches:
         `max` of tokens only say that some token is new; they are left to `new`."""
         found = []
         for tensor, key in self.table:
-            if key in ("nonfinite", "min", "max"):
+            if key in ("nonfinite", "min", "max", "kinds"):
                 continue
             for step in range(self.onset - NEAR, self.onset + 1):
                 z = self.odd(tensor, key, step)
@@ -147,6 +147,17 @@ class Batches:
             if count:
                 return count, step
         return 0, self.onset
+
+    def foreign(self) -> tuple[float, float, int] | None:
+        """(share of new values, share of new kinds of values, step) of a batch near the onset most of which, of many kinds,
+        came in no batch before: not rare tokens in a text, but another kind of text."""
+        for tensor in self.tensors:
+            for step in range(self.onset - NEAR, self.onset + 1):
+                new, kinds = (self.step_values(tensor, key, step, step) for key in ("new", "kinds"))
+                z = self.odd(tensor, "kinds", step)
+                if z is not None and z > ODD and len(new) and new.max() > 0.5 and kinds.max() > 0.25:
+                    return float(new.max()), float(kinds.max()), step
+        return None
 
     def new_tokens(self) -> tuple[float, int]:
         """(largest share of tokens that came in no batch before, its step) near the onset; a share of 0 where it is usual."""
@@ -198,7 +209,8 @@ class Past:
         self.count = 0
 
     def compare(self, array: npt.NDArray[Any], *, learn: bool) -> Iterator[tuple[str, float]]:
-        """Integers: the shares of values (``new``) and of neighbours along the last axis (``pairs``) that never came before.
+        """Integers: the shares of values (``new``), of different values (``kinds``) and of neighbours along the last axis
+        (``pairs``) that never came before.
         Floats: ``mean``, ``std``, ``largest``, and ``profile``: how far the mean over the batch, feature by feature, lies from
         that of the batches before, as a root mean square."""
         if array.dtype.kind == "f":
@@ -207,6 +219,7 @@ class Past:
         values = np.unique(array.reshape(-1)[:_ELEMENTS])
         if self.values is not None:
             yield "new", float(1.0 - np.isin(array.reshape(-1)[:_ELEMENTS], self.values).mean())
+            yield "kinds", float(1.0 - np.isin(values, self.values).mean())
         if learn:
             self.values = values if self.values is None else np.union1d(self.values, values)
         if array.ndim > 1 and array.shape[-1] > 1:

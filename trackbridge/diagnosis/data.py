@@ -66,7 +66,11 @@ def corrupt_batch(view: View, case: Case) -> None:
         case.add(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
     odd = input_oddities(view)
     share, _ = view.batches.new_tokens()
-    few_new = share > _MANY and not any(key in ("unique", "entropy") and z > 0 for _, _, key, z in odd)
+    foreign = view.batches.foreign()
+    few_new = share > _MANY and foreign is None and not any(key in ("unique", "entropy") and z > 0 for _, _, key, z in odd)
+    if foreign is not None:
+        share_of = f"{foreign[0]:.0%} of the values of step {foreign[2]}, and {foreign[1]:.0%} of their kinds"
+        case.add(STRONG, f"{share_of}, came in no batch before: a foreign file")
     for one in odd[:3]:
         case.add(WEAK if few_new else SOLID, words(*one, view.onset))
     if odd and not few_new:
@@ -75,7 +79,7 @@ def corrupt_batch(view: View, case: Case) -> None:
             case.add(WEAK, f"the first module saw it: {first[1]} jumped {number(first[2])} sigmas")
     if few_new:
         case.against(WEAK, "new tokens, but not the mixture of a foreign file")
-    if view.batches.known and not odd and not bad:
+    if view.batches.known and not odd and not bad and foreign is None:
         case.against(STRONG, "the inputs' statistics are as usual")
     stays = inputs_shifted(view)
     if odd and stays and not view.passed:
@@ -103,10 +107,13 @@ def rare_token(view: View, case: Case) -> None:
     worst = max(rises, key=lambda name: rises[name], default="")
     if worst and is_embedding(worst) and rises[worst] > 3:
         case.add(SOLID, f"the largest rise of a gradient is in the embedding: {worst}, {times(rises[worst])}")
+    foreign = view.batches.foreign()
+    if foreign is not None:
+        case.against(STRONG, f"not a few tokens but {foreign[1]:.0%} of all kinds are new: a foreign file")
     garbage = [one for one in input_oddities(view) if one[2] in ("unique", "entropy") and one[3] > 0]
     for one in garbage:
         case.against(STRONG if share > _MANY else SOLID, f"more than rare tokens: {words(*one, view.onset)}")
-    if not garbage:
+    if not garbage and foreign is None:
         case.add(WEAK, "not more kinds of tokens than usual")
     abrupt(view, case)
 

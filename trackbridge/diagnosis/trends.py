@@ -56,13 +56,25 @@ def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
     if not cadence:
         return None
     reach = max(5, cadence + cadence // 2)  # steps whose median stands for one time
-    late = _around(steps, values, onset - reach, onset - 1)
-    middle = _around(steps, values, onset - SPAN - 2 * reach, onset - SPAN)
-    if late is None or middle is None:
+    span = min(SPAN, (onset - int(steps[0]) - reach) // 2)  # of a young run as much as it has, twice
+    if span < max(2 * reach, 16):
         return None
-    early = _around(steps, values, onset - 2 * SPAN - 2 * reach, onset - 2 * SPAN)
-    usual = 1.0 if early is None else max(middle / early, 1.0)
-    return late / middle / usual
+    late = _around(steps, values, onset - reach, onset - 1)
+    middle = _around(steps, values, onset - span - reach, onset - span + reach)
+    early = _around(steps, values, onset - 2 * span - reach, onset - 2 * span + reach)
+    if late is None or middle is None or early is None:
+        return None
+    return late / middle / max(middle / early, 1.0)
+
+
+def stand_out(changes: FloatArray) -> npt.NDArray[np.bool_]:
+    """Which of a series' changes are several times as large as their neighbours: a warm-up's equal ones are not."""
+    size = np.abs(changes)
+    found = np.zeros(len(size), bool)
+    for k in np.flatnonzero(size > 0).tolist():
+        beside = np.concatenate((size[max(k - 4, 0) : k], size[k + 1 : k + 5]))
+        found[k] = not len(beside) or size[k] > 3.0 * np.sort(beside)[-2 if len(beside) > 1 else -1]
+    return found
 
 
 def largest_share(steps: IntArray, values: FloatArray, first: int, last: int) -> tuple[float, float] | None:

@@ -215,7 +215,7 @@ class View:
         near = np.flatnonzero((steps[1:] > self.onset - 50) & (steps[1:] <= self.anomaly.step))
         if not len(near):
             return None
-        excess = ratio / float(np.median(ratio))
+        excess = np.where(trends.stand_out(np.diff(rates)), ratio / float(np.median(ratio)), 1.0)
         worst = int(near[np.argmax(np.abs(np.log(excess[near])))])
         return float(excess[worst]), int(steps[worst + 1])
 
