@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,22 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         notices.tell({"x": 1})
         assert notices.heard(now=True) == []
     assert len(caplog.records) == 1 and "Connection reset by peer" in caplog.text and "trace" not in caplog.text
+
+
+def test_a_leader_that_has_ended_with_the_store_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a launcher rank 0 holds the store: once it has ended there is nobody to hear, and nothing to complain about."""
+    _, others, _, _ = ranks(tmp_path, 2)
+
+    def gone(keys: list[str]) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("trackbridge.sealer.time.sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(others[0]._notices, "_store", SimpleNamespace(check=gone, set=HashStore().set, add=HashStore().add))
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        assert others[0].part(20.0) == []
+    assert not caplog.records
 
 
 def test_questions_are_rationed(clock: Clock) -> None:

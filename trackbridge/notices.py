@@ -39,17 +39,18 @@ class Notices:
         self._interval = world_size / ASKED_PER_SECOND
         self._asked = -1.0
         self._told = self._heard = 0
-        self._alive = True
+        self.alive = True
+        self.parting = False  # then a store that is gone is no news: the rank that held it has ended
 
     def tell(self, message: Message) -> None:
         """Leader: to all others. Other ranks: to the leader."""
-        if self._alive:
+        if self.alive:
             self._guarded(lambda: self._put(json.dumps(message)))
 
     def heard(self, *, now: bool = False) -> list[Message]:
         """New messages. Asks the store only if some time has passed since the last question, or `now`."""
         at = self._clock()
-        if not self._alive or (at - self._asked < self._interval and not now):
+        if not self.alive or (at - self._asked < self._interval and not now):
             return []
         self._asked = at
         found: list[Message] = []
@@ -75,7 +76,9 @@ class Notices:
         try:
             what()
         except (RuntimeError, ValueError) as error:  # the store's errors are RuntimeErrors
-            self._alive = False
+            self.alive = False
+            if self.parting:
+                return
             words = str(error).strip().splitlines() or [type(error).__name__]
             logger.warning("trackbridge: ranks cannot tell each other about anomalies any more: %s", words[0])
 

@@ -180,7 +180,7 @@ class Sealer:
             return []
         deadline = time.monotonic() + min(seconds, PARTING_SECONDS)
         found = self._reports(self._notices, now=True)
-        while self._parted < self._notices.others and time.monotonic() < deadline:
+        while self._parted < self._notices.others and self._notices.alive and time.monotonic() < deadline:
             time.sleep(_LOOK)
             found += self._reports(self._notices, now=True)
         if self._parted < self._notices.others:
@@ -308,8 +308,9 @@ class Follower:
         """Keep what the leader still asks for, until it says that this was all."""
         deadline = time.monotonic() + min(seconds, PARTING_SECONDS)
         self._notices.tell({"rank": self._notices.rank, "drained": True})
+        self._notices.parting = True
         self._listen(now=True)
-        while not self._last and time.monotonic() < deadline:
+        while not self._last and self._notices.alive and time.monotonic() < deadline:
             time.sleep(_LOOK)
             self._listen(now=True)
         return []
