@@ -216,6 +216,26 @@ def test_a_fused_optimizer_drops_a_flagged_update(scaled: bool) -> None:
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_protect_never_waits_for_the_device() -> None:
+    model = nn.Linear(3, 1).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    guard = a_guard(action="skip")
+    losses = [torch.full((), 2.0, device="cuda") for _ in range(40)] + [torch.full((), 50.0, device="cuda")]
+    for number, loss in enumerate(losses):
+        model(torch.ones(2, 3, device="cuda")).square().mean().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if number >= LAG:
+            torch.cuda.synchronize()  # what was sent `LAG` calls ago has arrived
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            guard.protect(optimizer, loss)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_what_is_not_finite_is_dropped_from_the_first_step_on() -> None:
     model, optimizer = fused()
     guard = a_guard(action="skip")

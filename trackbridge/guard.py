@@ -145,12 +145,13 @@ class Guard:
             raise UsageError("guard.protect takes the loss as a tensor; for a number use ok()")
         self._catch_up()
         with torch.no_grad():
-            values = torch.stack([v.detach().reshape(()).float() for v in (loss, grad_norm) if v is not None])
-            bars = values.new_tensor(self._detector.upper()[: len(values)])
-            bad = (~(values.isfinite() & (values <= bars))).any().float()
+            given = [v.detach().reshape(()).float() for v in (loss, grad_norm) if v is not None]
+            # Bars are compared with as Python numbers: to send them to the device as a tensor would wait for it.
+            outside = [~(v.isfinite() & (v <= bar)) for v, bar in zip(given, self._detector.upper(), strict=False)]
+            bad = torch.stack(outside).any().float()
             if Ranks.current().world_size > 1:
                 torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-            self._late.append(_sent(torch.cat([values, bad.reshape(1)])))
+            self._late.append(_sent(torch.stack([*given, bad])))
             flag = torch.zeros_like(bad) if self._config.action == "warn" else bad
         self._flag = flag
         self._tell(DROPPED, flag)

@@ -64,7 +64,7 @@ CAUSES: dict[str, Planted] = {
         partial(causes.resumed, stale=True),
     ),
     "fp16-overflow": Planted(Cause(spoil=loud, half=True, gate=lambda step: 0.0), "full-precision"),
-    "optimizer-state-lost": Planted(Cause(lr=1e-2, width=256), "restore-optimizer", partial(causes.resumed, lost=True)),
+    "optimizer-state-lost": Planted(Cause(lr=1e-2, width=512), "restore-optimizer", partial(causes.resumed, lost=True)),
 }
 
 

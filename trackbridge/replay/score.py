@@ -40,7 +40,14 @@ class Judge:
         self._record: Curve = {step: _judged(values) for step, values in recorded.items()}
         self._history: Curve = {step: _judged(values) for step, values in capsule.history.items()} if rank == 0 else {}
         self.trend = fit({**self._history, **self._record}, guilty[0], self._settings.floor, self.anomaly)
+        # An anomaly may be told by its cause (a lost moment, a rate that jumped). What is to be prevented is what it did to the
+        # loss; only where it did nothing to that, the sign itself.
+        series = self.anomaly.series
+        self._own = series if is_global_gradient(series) else None
         self._known = self._told(self._record)  # whether the detector, with this history, tells what was told then
+        if self._known is None and not is_loss(series):
+            self._own = series
+            self._known = self._told(self._record)
 
     def remains(self, curve: Curve) -> Anomaly | int | None:
         """What the detector tells of `curve` from the suspected batch on, None when it tells nothing.
@@ -96,12 +103,10 @@ class Judge:
     @property
     def _shared(self) -> frozenset[str]:
         """Series that both the record and a replay have: a replay knows no norm before clipping but where it measures it."""
-        return frozenset({LOSS, self.anomaly.series, "grad/nonfinite", "optim/skipped"})
+        return frozenset({LOSS, "grad/nonfinite", "optim/skipped", *([self._own] if self._own else [])})
 
     def _counts(self, anomaly: Anomaly) -> bool:
-        if anomaly.kind == "nonfinite" or self.anomaly.kind == "nonfinite":
-            return anomaly.kind == "nonfinite" or is_loss(anomaly.series)
-        return is_loss(anomaly.series) or anomaly.series == self.anomaly.series
+        return anomaly.kind == "nonfinite" or is_loss(anomaly.series) or anomaly.series == self._own
 
 
 def fit(curve: Curve, onset: int, floor: float, anomaly: Anomaly) -> Trend:
