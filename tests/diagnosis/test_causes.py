@@ -7,10 +7,14 @@ import math
 import numpy as np
 import pytest
 
+from tests.detectors.kit import rows, watch_all
 from tests.diagnosis.kit import AT, LAYERS, STEPS, Story
+from trackbridge import tree
+from trackbridge.detectors import Watch
 from trackbridge.diagnosis import diagnose
 from trackbridge.diagnosis.registry import RULES, Case, rule
-from trackbridge.records import Anomaly
+from trackbridge.fingerprints import token_statistics
+from trackbridge.records import Anomaly, MicroBatch, StepContext
 
 CONTRACT = {
     "corrupt-batch", "rare-token", "label-fault", "repeated-batch", "lr-discontinuity", "optimizer-state-lost",
@@ -246,3 +250,46 @@ def test_a_third_party_rule_takes_part_and_a_name_is_taken_once() -> None:
             rule("cosmic-ray", intervention="rerun")(ray)
     finally:
         del RULES["cosmic-ray"]
+
+
+def test_a_warm_up_is_no_jump_of_the_learning_rate() -> None:
+    """Its first steps double the rate; its steps are equal."""
+    story = labels()
+    story.series["train/lr"] = 1e-3 * np.minimum(1.0, (np.arange(STEPS) + 1) / 220)
+    story.series["train/lr"][: AT - 20] = 1e-6
+    story.series["train/lr"][AT - 20 :] = 1e-3 * np.minimum(1.0, (np.arange(STEPS - AT + 20) + 1) / 40)
+    jumps = [text for h in story.told()[1] for text in h.evidence_for if "train/lr rose" in text]
+    assert not [text for text in jumps if f"at step {AT - 19}" in text]
+    assert labels().first().name == "label-fault"
+
+
+def text_batches(kind: str) -> list[StepContext]:
+    """Batches of letters that were kept whole; the one at `AT` holds `kind`."""
+    random = np.random.default_rng(4)
+    contexts = []
+    for step in range(STEPS):
+        ids = random.integers(97, 117, (8, 64))
+        if step == AT and kind == "binary":
+            ids = random.integers(0, 256, (8, 64))
+        if step == AT and kind == "rare":
+            ids = np.where(random.random((8, 64)) < 0.4, random.integers(200, 204, (8, 64)), ids)
+        skeleton, leaves = tree.pack({"ids": ids.astype(np.int64)})
+        arrays = tree.to_numpy(leaves)
+        micro = MicroBatch(0, 0, step, None, f"print-{step}", token_statistics({"ids": ids}), None, skeleton, arrays)
+        contexts.append(StepContext(step, step, 0, {}, (micro,)))
+    return contexts
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("binary", "corrupt-batch"), ("rare", "rare-token")])
+def test_a_foreign_file_and_rare_tokens_are_told_apart_by_what_is_new(kind: str, cause: str) -> None:
+    story = Story().spike().gradients(3)
+    data = rows(story.series)
+    anomaly = watch_all(Watch(), data)[0]
+    assert diagnose(anomaly, data, text_batches(kind))[0].name == cause
+
+
+def test_a_weight_that_grows_in_a_young_run_is_nothing_without_a_past() -> None:
+    story = Story().spike()
+    grown = 1.3 ** (np.arange(STEPS) / 48)
+    story.series["layer/embed.weight/weight_norm"] *= grown
+    assert all(h.name != "embedding-instability" for h in story.told()[1])
