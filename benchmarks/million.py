@@ -42,7 +42,7 @@ def record(folder: Path, steps: int, budget: int, rate: float) -> dict[str, Any]
     noise = np.random.default_rng(0).normal(1.0, 0.02, size=(1009, len(OWN) + 1)).tolist()
     run = trackbridge.init(
         dir=folder, id="million", recorder={"enabled": False},
-        journal={"budget_bytes": budget, "full_resolution_steps": steps // 50, "segment_bytes": max(budget // 32, 4096)},
+        journal={"budget_bytes": budget, "full_resolution_steps": steps // 50, "segment_bytes": max(budget // 16, 4096)},
     )  # fmt: skip
     process = psutil.Process()
     memory, sizes = [], []

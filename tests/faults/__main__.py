@@ -1,4 +1,4 @@
-"""``python -m tests.faults [tensorboard] [mlflow] [wandb] --schedules 200 [--first 0]``: many schedules, failed seeds printed."""
+"""``python -m tests.faults [tensorboard] [mlflow] [wandb] --schedules 200 [--first 0]``: many schedules; prints the seeds."""
 
 from __future__ import annotations
 
