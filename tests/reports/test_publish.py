@@ -66,12 +66,17 @@ def ref(recorded: Path) -> str:
     return f"wandb:team/{PROJECT}/{recorded.name}"
 
 
-def test_a_report_is_made_fetched_back_and_updated(server: WandbServer, ref: str, tmp_path: Path) -> None:
+REPORTS = [name for name in TEMPLATES if name != "workspace"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_is_made_fetched_back_and_updated(name: str, server: WandbServer, ref: str, tmp_path: Path) -> None:
     import wandb_workspaces.reports.v2 as wr
 
     import wandb
 
-    url = said(ref, "--dir", tmp_path)
+    ask = (ref, "--template", name, "--dir", tmp_path)
+    url = said(*ask)
     (view,) = server.views.all.values()
     assert url.startswith(server.url) and view.id in url
     wandb.teardown()  # settings are read from the environment once
@@ -80,11 +85,11 @@ def test_a_report_is_made_fetched_back_and_updated(server: WandbServer, ref: str
     assert again == json.loads(view.spec), "the real client reads what we wrote"
 
     view.spec = "{}"
-    assert said(ref, "--dir", tmp_path) == url, "the same report, made again"
+    assert said(*ask) == url, "the same report, made again"
     assert [json.loads(held.spec) for held in server.views.all.values()] == [again]
 
     view.name = "renamedbywandb"
-    assert said(ref, "--dir", tmp_path) == url, "found by its title"
+    assert said(*ask) == url, "found by its title"
     assert len(server.views.all) == 1
 
 
@@ -105,7 +110,7 @@ def test_what_it_says_comes_from_the_capsule(server: WandbServer, ref: str, reco
     assert spike.kind in view.display and "tiny lr=1e-3" in view.display
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "workspace"])
+@pytest.mark.parametrize("name", REPORTS)
 def test_every_series_and_artifact_it_names_exists_in_the_run(
     name: str, server: WandbServer, ref: str, recorded: Path, tmp_path: Path
 ) -> None:
