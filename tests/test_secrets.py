@@ -1,5 +1,5 @@
-"""No secret in anything we write: planted in the environment, in URLs, in the user's config, on the command line and in the words
-of exceptions, then looked for in every file of the run, in every tracker and in all output."""
+"""No secret in anything we write: planted in the environment, in URLs, in the user's config, on the command line and in the
+words of exceptions, then looked for in every file of the run, in every tracker and in all output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ import torch, trackbridge
 
 secrets = dict(pair.split("=", 1) for pair in open("secrets.txt").read().splitlines())
 config = {
-    "lr": 0.1, "api_key": secrets["config"], "nested": {"db_password": secrets["config"], "list": [f"token={secrets['token']}"]},
+    "lr": 0.1, "api_key": secrets["config"],
+    "nested": {"db_password": secrets["config"], "list": [f"token={secrets['token']}"]},
     "webhook_url": f"https://hooks.slack.com/services/{secrets['slack']}",
     "note": f"see https://hooks.slack.com/services/{secrets['slack']} and https://me:{secrets['url password']}@host.example/x",
     "hub": secrets["hub"], "openai": secrets["openai"],
@@ -69,8 +70,9 @@ def train(folder: Path, mode: str, base_url: str, run: str, mlflow: str) -> str:
         "OPENAI_API_KEY": SECRETS["openai"],
         "HTTPS_PROXY_NOTE": f"http://me:{SECRETS['url password']}@proxy.example:3128",
     }
+    planted = [f"--api-key={SECRETS['argument']}", f"--password {SECRETS['argument']}"]
     done = subprocess.run(
-        [sys.executable, "train.py", mode, base_url, run, f"--api-key={SECRETS['argument']}", f"--password {SECRETS['argument']}"],
+        [sys.executable, "train.py", mode, base_url, run, *planted],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -80,8 +80,9 @@ class SqliteBackend:
             db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?, ?)", points)
         elif isinstance(record, Artifact):
             path = self._path(record)
+            root = path.parent if path.is_file() else path
             files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-            stored = [(run, record.name, f.relative_to(path).as_posix() if f != path else f.name, f.read_bytes()) for f in files]
+            stored = [(run, record.name, file.relative_to(root).as_posix(), file.read_bytes()) for file in files]
             db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", stored)
         elif isinstance(record, Anomaly):
             db.execute("INSERT OR REPLACE INTO facts VALUES (?, 'anomaly', ?, ?)", (run, record.id, str(record)))
