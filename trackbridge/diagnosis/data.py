@@ -145,9 +145,11 @@ def label_fault(view: View, case: Case) -> None:
     if act is not None and loss is not None and (jumped or stays) and view.anomaly.kind != "nonfinite":
         if act[1] < _CALM:
             most = f"largest change: {act[0]}, {number(act[1])} sigmas"
-            case.add(SOLID, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
+            known = view.batches.known
+            weight = SOLID if known else 0  # modules that normalise hide what the inputs were
+            case.add(weight, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
             case.add(0, "so the targets changed, not the inputs or the weights")
-            if act[1] < loss / JUMPED:
+            if known and act[1] < loss / JUMPED:
                 case.add(WEAK, "and by far")
         elif act[1] > 2 * JUMPED:
             case.against(STRONG, f"{act[0]} moved {number(act[1])} sigmas: the inputs or the weights changed")
@@ -166,7 +168,10 @@ def label_fault(view: View, case: Case) -> None:
         case.against(SOLID, f"the inputs stay different: {shifted}")
     if fingerprints(view)[1]:
         case.against(SOLID, "batches near the onset were used twice")
-    if view.grown_weights:
+    grown = view.grown([name for tail in ("/max", "/kurtosis") for name in view.family("act/", tail)], 3.0)
+    if grown and not targets:
+        case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])}: the network was not as usual")
+    if view.grown_weights and not view.sudden:
         case.against(SOLID, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
     abrupt(view, case)
 
@@ -232,6 +237,6 @@ def data_regime_change(view: View, case: Case) -> None:
             case.against(WEAK, "activations are as usual: the inputs did not change")
     if view.lead > 1:
         case.against(WEAK, f"something moved {in_steps(view.lead)} before the onset")
-    if view.grown_weights:
+    if view.grown_weights and not view.sudden:
         case.against(SOLID, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
     elsewhere(view, case)

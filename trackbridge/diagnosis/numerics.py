@@ -74,7 +74,13 @@ def activation_outliers(view: View, case: Case) -> None:
             case.add(WEAK, f"few elements made it: {peaked[0]} grew too")
     if not case.supports:
         return
+    _not_sudden(view, case)
     _not_elsewhere(view, case, hidden=True)
+
+
+def _not_sudden(view: View, case: Case) -> None:
+    if view.sudden:
+        case.against(SOLID, "the loss jumped in one step, and nothing had left its band before")
 
 
 def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
@@ -95,6 +101,8 @@ def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
             case.against(STRONG, f"the weight that grew most is one of {part}: {own[0]}")
     if view.clipping_lost is not None:
         case.against(STRONG, f"clipping was lost at step {view.clipping_lost[1]}, which explains the growth")
+    if view.common_growth > 1.15:
+        case.against(STRONG, f"all weights had grown together (median {times(view.common_growth)})")
     names = view.family("layer/", "/weight_norm")
     if len(own) > max(3, len(names) // 3):
         case.against(SOLID, f"{len(own)} of {len(names)} weights had grown together")
@@ -163,6 +171,8 @@ def embedding_instability(view: View, case: Case) -> None:
     mover = view.mover
     if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or is_head(mover[0])):
         case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
+    if case.supports and changed is None:
+        _not_sudden(view, case)
     if case.supports and input_oddities(view):
         case.against(SOLID, "the batch of the onset is unusual itself")
 

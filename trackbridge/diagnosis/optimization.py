@@ -7,6 +7,7 @@ import numpy as np
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
 
+_TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
 _FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
 
 
@@ -47,13 +48,17 @@ def gradient_explosion(view: View, case: Case) -> None:
     if length >= 4 and factor > 5:
         case.add(SOLID, f"grad/norm rose {times(factor)} over {length} steps")
     _clipping(view, case)
-    if top > 10 * calm and (case.supports or length >= 3):
+    if view.common_growth > _TOGETHER:
+        case.add(WEAK, f"grad/norm reached {number(top)}, its median before was {number(calm)}")
+    elif top > 10 * calm and (case.supports or length >= 3):
         case.add(WEAK, f"grad/norm reached {number(top)}, {times(top / calm)} its median before")
     if not case.supports:
         return
     rises = [f for name in view.family("layer/", "/grad_norm") if (f := view.growth(name)) is not None]
     if len(rises) >= 4 and float(np.median(rises)) > 2.5:
         case.add(SOLID, f"the gradients of most layers had grown together (median {times(float(np.median(rises)))}) before")
+    if view.common_growth > _TOGETHER:
+        case.add(STRONG, f"the weights of most layers had grown together (median {times(view.common_growth)})")
     if view.lasts or (view.anomaly.recovered_after is None and view.anomaly.kind == "nonfinite"):
         case.add(WEAK, "it did not recover")
     elif view.passed:

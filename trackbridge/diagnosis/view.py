@@ -125,6 +125,8 @@ class View:
             return False
         if self.anomaly.kind == "drift":
             return True
+        if self.loss_jump is not None and self.loss_jump > JUMPED:
+            return False
         first = min(self.onset, self.mover[1] if self.mover else self.onset) - 4
         moved = {self.anomaly.series} if self.anomaly.series.startswith(("act/", "layer/", "grad/")) else set()
         for name in moved | ({self.mover[0]} if self.mover else moved or {self.anomaly.series}):
@@ -194,6 +196,11 @@ class View:
         return max(0, self.onset - self.mover[1]) if self.mover else 0
 
     @property
+    def sudden(self) -> bool:
+        """The loss jumped in one step, and nothing had left its band before: what grows is seen to grow."""
+        return (self.loss_jump or 0.0) > JUMPED and self.lead <= 1 and not self.gradual
+
+    @property
     def resumed(self) -> bool:
         return "after_resume" in self.anomaly.notes
 
@@ -237,6 +244,13 @@ class View:
         bound = float(np.median([used for _, used in held]))
         free = [step for step, _, used in both if step >= self.onset - 16 and used > 1.5 * bound]
         return (bound, free[0]) if free and not any(step > free[0] for step, _ in held) else None
+
+    @cached_property
+    def common_growth(self) -> float:
+        """The median growth of all weights' norms; 1.0 where none is known."""
+        names = [name for name in self.family("layer/", "/weight_norm") if not name.endswith("bias/weight_norm")]
+        factors = [f for name in names if (f := self.growth(name)) is not None]
+        return float(np.median(factors)) if len(factors) > 2 else 1.0
 
     @cached_property
     def grown_weights(self) -> list[Grown]:
