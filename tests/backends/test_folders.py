@@ -22,12 +22,12 @@ def read(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-CONTENT = {"a.json": b"a" * 9, "manifest.json": b"{}", "z/manifest.json": b"inner", "z/y.bin": b""}
+CONTENT = {"a.json": b"a" * 9, "manifest.json": b"{}", "z/manifest.json": b"inner", "z/y.md": b""}
 
 
 def test_the_manifest_is_last(tmp_path: Path) -> None:
     names = [name for name, _ in folders.files(fill(tmp_path, CONTENT))]
-    assert names == ["a.json", "z/manifest.json", "z/y.bin", "manifest.json"]
+    assert names == ["a.json", "z/manifest.json", "z/y.md", "manifest.json"]
     assert [name for name, _ in folders.files(tmp_path / "a.json")] == ["a.json"]
     with pytest.raises(FileNotFoundError):
         list(folders.files(tmp_path / "nothing"))
@@ -38,7 +38,7 @@ def test_a_newer_version_replaces_the_older_one(tmp_path: Path) -> None:
     target = tmp_path / "store" / "spike-1"
     folders.deliver(fill(tmp_path / "one", CONTENT), target, deadline=later)
     assert read(target) == CONTENT
-    newer = {"manifest.json": b"[]", "a.json": b"b" * 9, "c.bin": b"c"}
+    newer = {"manifest.json": b"[]", "a.json": b"b" * 9, "c.md": b"c"}
     folders.deliver(fill(tmp_path / "two", newer), target, deadline=later)
     assert read(target) == newer
     before = os.stat(target / "a.json").st_ino  # noqa: PTH116
@@ -49,7 +49,7 @@ def test_a_newer_version_replaces_the_older_one(tmp_path: Path) -> None:
 
 def test_what_an_interrupted_copy_left_is_checked_before_it_is_used(tmp_path: Path) -> None:
     target = tmp_path / "store" / "spike-1"
-    fill(tmp_path / "store" / ".spike-1.part", {"a.json": b"X" * 9, "stale.bin": b"old", "z/.y.bin.tmp": b"half"})
+    fill(tmp_path / "store" / ".spike-1.part", {"a.json": b"X" * 9, "stale.bin": b"old", "z/.y.md.tmp": b"half"})
     folders.deliver(fill(tmp_path / "one", CONTENT), target, deadline=time.monotonic() + 60)
     assert read(target) == CONTENT
 
