@@ -38,8 +38,9 @@ def jump(base: FloatArray, near: FloatArray) -> float | None:
 
 
 def moved(base: FloatArray, near: FloatArray) -> float | None:
-    """How far, in robust sigmas of log space, the farthest of `near` lies from `base` and from the latest few of it, up or down,
-    whichever is less: what had been growing has not moved now. Infinite if one is not finite, None without enough history."""
+    """How far, in robust sigmas of log space, the farthest of `near` lies from `base` and from the latest few of it, up or
+    down, whichever is less: what had been growing has not moved now. Infinite if one is not finite, None without enough
+    history."""
     if len(base) < LEAST or not len(near):
         return None
     if not np.isfinite(near).all():
@@ -47,7 +48,7 @@ def moved(base: FloatArray, near: FloatArray) -> float | None:
     past = logs(base)
     latest, rough = float(np.median(past[-4:])), 1.4826 * float(np.median(np.abs(np.diff(past))))
     far = [(abs(deviation(value, past, 0.03)), abs(value - latest) / max(rough, 0.03)) for value in logs(near).tolist()]
-    return max(min(pair) for pair in far)
+    return float(max(min(pair) for pair in far))
 
 
 def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
