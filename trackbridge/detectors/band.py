@@ -132,7 +132,7 @@ class BandDetector(SeriesState):
             self._begin(ok & (seen == 0), x)
         ahead, own, scale, expected, factor = self._ahead()
         u = (x - expected) / scale
-        score = units.skewed(u, scale, expected, self.signed)
+        score = units.skewed(u, scale, expected, factor, self.signed)
         above, below = self._outside(score, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
@@ -168,7 +168,7 @@ class BandDetector(SeriesState):
         _, _, scale, expected, factor = self._ahead()
         most = self.units.bar * factor
         most = np.where(self.run > 0, np.minimum(most, self.settings.release), most)
-        value = expected + self.units.unskewed(most, scale, expected, self.signed) * scale
+        value = expected + self.units.unskewed(most, scale, expected, factor, self.signed) * scale
         ready = self.seen >= self.settings.warmup
         return [self.units.plain(float(v), i) if ready[i] else math.inf for i, v in enumerate(value)]
 

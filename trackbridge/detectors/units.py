@@ -16,6 +16,7 @@ from trackbridge.detectors.base import BoolArray, FloatArray
 
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
 _ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
+_SKEW = 0.2  # no more is taken for skew: a value several times anything before is a spike in the noisiest loss
 _MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
 
@@ -66,24 +67,35 @@ class Units:
             np.log(x, out=x, where=self.log)
         return x
 
-    def skewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
-        """`u` sigmas above expectation as a series with noise in proportion to itself means them: ``log(1 + r u) / r``, r being
-        the scale as a share of the level beyond `_ADDITIVE`. Such noise has a long upper side, which is no spike. A small loss
-        is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm, nor one
-        whose expectation fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
-        share = scale / np.maximum(expected, 1e-30)
-        if not (share > _ADDITIVE).any():
+    def skewed(
+        self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
+    ) -> FloatArray:
+        """`u` sigmas above expectation as a series with noise in proportion to itself means them: at most
+        ``factor * log(1 + r u) / r``, r being the scale as a share of the level beyond `_ADDITIVE`, at most `_SKEW`. Such noise has a long upper
+        side, which is no spike. `factor` is what the bar is raised by for a heavy tail, which is the same long side seen another
+        way: a value must be beyond the raised bar as it is and beyond the plain bar by factors, not beyond a raised bar by
+        factors. A small loss is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm, nor one whose expectation
+        fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
+        skew, r = self._skew(u, scale, expected, signed)
+        if not skew.any():
             return u
-        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
-        r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
-        return np.where(skew, np.log1p(r * np.maximum(u, 0.0)) / r, u)
+        return np.where(skew, np.minimum(u, factor * np.log1p(r * np.maximum(u, 0.0)) / r), u)
 
-    def unskewed(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> FloatArray:
+    def unskewed(
+        self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
+    ) -> FloatArray:
         """The deviation in scales that `skewed` makes `u` of."""
+        skew, r = self._skew(u, scale, expected, signed)
+        by_factors = np.expm1(np.minimum(r * np.maximum(u, 0.0) / factor, 700.0)) / r
+        return np.where(skew, np.maximum(u, by_factors), u)
+
+    def _skew(
+        self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray
+    ) -> tuple[BoolArray, FloatArray]:
+        """Which series have such noise, and their r (1 for the others)."""
         share = scale / np.maximum(expected, 1e-30)
         skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
-        r = np.where(skew, np.minimum(share - _ADDITIVE, 1.0), 1.0)
-        return np.where(skew, np.expm1(np.minimum(r * np.maximum(u, 0.0), 700.0)) / r, u)
+        return skew, np.where(skew, np.minimum(share - _ADDITIVE, _SKEW), 1.0)
 
     def plain(self, judged: float, index: int) -> float:
         """A judged number back in the series' own unit."""
