@@ -25,6 +25,7 @@ from tests.capsules import STEPS, adopt, an_anomaly, edit, make, some_contexts, 
 from trackbridge import capsule as capsules
 from trackbridge import untrusted
 from trackbridge.capsule import FileEntry, check_entries, load
+from trackbridge.config import DetectionConfig, ParametersConfig
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.records import Row, Schema
 
@@ -168,6 +169,15 @@ def parquet(**columns: Any) -> bytes:
     return bytes(sink.getvalue())
 
 
+def batches(**columns: Any) -> bytes:
+    """A table of one micro-batch with these columns spoilt."""
+    good = {
+        "step": [12], "micro": [0], "loader": [0], "epoch": [0], "index": [0], "workers": [0], "base_seed": [0],
+        "sample_ids": ["[1]"], "fingerprint": ["f"], "tokens": ["{}"], "kept": [False], "why_not_kept": ["no"],
+    }  # fmt: skip
+    return parquet(**{**good, **columns})
+
+
 def manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     return lambda path: edit(path, change)
 
@@ -243,6 +253,8 @@ AT_LOAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "version 2.0": (manifest(lambda m: m.update(format_version="2.0")), r"format version 2\.0"),
     "version true": (manifest(lambda m: m.update(format_version=True)), "no format version"),
     "endless version": (manifest(lambda m: m.update(format_version="9" * 5000)), "format version 9"),
+    "no ranks": (manifest(lambda m: m.update(ranks=[])), "'ranks'"),
+    "rank -1": (manifest(lambda m: m.update(ranks=[-1])), "ranks.0"),
     "no anomaly": (manifest(lambda m: m.pop("anomaly")), "'anomaly'"),
     "anomaly of wrong shape": (manifest(lambda m: m["anomaly"].update(step="x")), "anomaly.step"),
     "unknown tier": (manifest(lambda m: m.update(tier="magic")), "'tier'"),
@@ -270,7 +282,7 @@ def test_hostile_at_load(name: str, tmp_path: Path) -> None:
 READS: dict[str, Callable[[Any], Any]] = {
     "window.parquet": lambda c: c.window,
     "layers.parquet": lambda c: (c.series(), c.layers),
-    "rank-0000/rng.safetensors": lambda c: c.rng(12),
+    "rank-0000/rng.safetensors": lambda c: (c.rng(12), c.rng_states().after(12)),
     "rank-0000/batches.parquet": lambda c: c.batches[12],
     "rank-0000/batches.safetensors": lambda c: c.batches[12],
 }
@@ -300,6 +312,16 @@ WELL_SIGNED: dict[str, tuple[str, bytes, str]] = {
     "no step column": ("layers.parquet", parquet(layer=["a"], family=["layer"]), "lacks the column 'step'"),
     "words for numbers": ("layers.parquet", parquet(step=[12], family=["layer"], layer=["a"], grad_norm=["much"]), "no number"),
     "no sample ids": ("rank-0000/batches.parquet", parquet(step=[12], micro=[0]), "lacks the column"),
+    "words for steps": ("rank-0000/batches.parquet", batches(step=["12"]), "does not hold whole numbers"),
+    "ids that are no list": ("rank-0000/batches.parquet", batches(sample_ids=["5"]), "no list of numbers and words"),
+    "ids of ids": ("rank-0000/batches.parquet", batches(sample_ids=["[[1]]"]), "no list of numbers and words"),
+    "an endless index": ("rank-0000/batches.parquet", batches(index=[float("inf")]), "where a whole number belongs"),
+    "tokens that are no object": ("rank-0000/batches.parquet", batches(tokens=["[1]"]), "no object"),
+    "digests that are none": (
+        "rank-0000/rng.safetensors",
+        safetensors_file(b'{"__metadata__":{"12":"[1]"},"step/12/python":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+        "no digests of the generators after step 12",
+    ),
 }  # fmt: skip
 
 
@@ -315,11 +337,78 @@ def test_hostile_content_with_digests_that_fit(name: str, tmp_path: Path) -> Non
     assert not CRATER.exists()
 
 
+def test_the_post_mortem_is_for_people_to_write_in(tmp_path: Path) -> None:
+    folder = tmp_path / "spike-13"
+
+    def fill(inside: Path) -> None:
+        (inside / capsules.POST_MORTEM).write_text("Root cause: not known yet", encoding="utf-8")
+
+    capsules.write(folder, load(make(tmp_path / "other")), fill)
+    (folder / capsules.POST_MORTEM).write_text("Root cause: the batch of step 13 was corrupt", encoding="utf-8")
+    load(folder).verify()
+    (folder / capsules.POST_MORTEM).unlink()
+    with pytest.raises(CapsuleError, match="in the manifest but not in"):
+        load(folder)
+
+
+def test_a_string_that_never_ends_costs_no_more_than_reading_it(tmp_path: Path) -> None:
+    """Eight million escaped quotes: a pattern that tries again at each of them would take years."""
+    path = make(tmp_path / "spike-13")
+    (path / "manifest.json").write_text('{"format_version": 1, "x": "' + '\\"' * (8 << 20 - 1))
+    code = f"from trackbridge.capsule import load; load({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "manifest.json is not valid JSON" in done.stderr.splitlines()[-1]
+
+
+@given(st.text(alphabet='"\\[]{} a', max_size=40))
+def test_depth_is_that_of_the_brackets_outside_strings(inside: str) -> None:
+    text = json.dumps({"x": [inside, {"y": [inside]}]})
+    assert untrusted.parse_json(text) == json.loads(text)
+    deep = "[" * 60 + json.dumps(inside) + "]" * 60
+    with pytest.raises(ValueError, match="nested 60 deep"):
+        untrusted.parse_json(deep)
+
+
+def test_a_name_that_is_none_is_not_looked_for(tmp_path: Path) -> None:
+    path = make(tmp_path / "spike-13")
+    for name in ("x" * 5000, "..", "a\0b", "/"):
+        edit(path, lambda m, name=name: m["anomaly"].update(capsule=name))
+        assert not load(path).joined
+
+
+def test_a_second_writer_leaves_the_first_ones_batches_alone(tmp_path: Path) -> None:
+    """A trainer that was killed leaves its sealing behind, and the shipper seals too: whoever comes second changes nothing."""
+    path = tmp_path / "spike-13"
+    theirs = make(tmp_path / "model" / "spike-13", local=True)
+    manifest = load(theirs)
+
+    def fill(folder: Path) -> None:
+        for name in ("spike-13.local", "spike-13"):  # the other one is done just now
+            theirs.with_name(name).rename(path.with_name(name))
+        (folder / "post-mortem.md").write_text("later")
+
+    with pytest.raises(CapsuleError, match="by another process"):
+        capsules.write(path, manifest, fill, lambda folder: (folder / "post-mortem.md").write_text("other batches") and None)
+    assert load(path).joined and load(path).verify()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "spike-13", "spike-13.local"]
+
+
+def test_settings_of_a_newer_version_and_of_none(tmp_path: Path) -> None:
+    path = make(tmp_path / "spike-13")
+    newer = {"parameters": {"weights_every": 3, "invented": 1}, "detection": {"layers": {"after": 5, "invented": 1}}}
+    edit(path, lambda m: m.update(settings=newer))
+    assert load(path).section("parameters", ParametersConfig).weights_every == 3
+    assert load(path).section("detection", DetectionConfig).layers.after == 5
+    edit(path, lambda m: m.update(settings={"parameters": 5}))
+    with pytest.raises(CapsuleError, match=r"settings.parameters in manifest.json is not valid"):
+        load(path).section("parameters", ParametersConfig)
+
+
 def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
     path = make(tmp_path / "spike-13")
     generator = np.random.default_rng(5)
     for file in sorted(path.rglob("*.*")):
-        if file.name == "manifest.json":
+        if file.name in (capsules.MANIFEST, capsules.POST_MORTEM):
             continue
         good = file.read_bytes()
         for at in generator.integers(0, len(good), 12).tolist():

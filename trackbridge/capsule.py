@@ -42,7 +42,7 @@ from trackbridge.capsule_parts import (
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.histograms import merge_steps
 from trackbridge.records import Anomaly, Histograms
-from trackbridge.rundir import dumps
+from trackbridge.rundir import alone, dumps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,11 +52,13 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+POST_MORTEM = "post-mortem.md"
 LOCAL = ".local"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Tier: TypeAlias = Literal["explain", "re-feed", "re-execute"]
 ReportT = TypeVar("ReportT", bound=BaseModel)
+SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
 class FileEntry(BaseModel):
@@ -101,7 +103,7 @@ class SpikeCapsule(BaseModel):
     anomaly: Anomaly
     span: tuple[int, int] = Field(alias="window")
     world_size: int = Field(1, ge=1)
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
     created: float = 0.0
     provenance: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -145,6 +147,14 @@ class SpikeCapsule(BaseModel):
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])[:120]
             raise CapsuleError(f"{name} is not valid: {where!r}: {first['msg'][:160]}") from None
+
+    def section(self, name: str, kind: type[SectionT]) -> SectionT:
+        """The section `name` of the recording's settings; what a newer trackbridge added to it is left out."""
+        try:
+            return kind.model_validate(_known(self.settings.get(name, {}), kind))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise CapsuleError(f"settings.{name} in {MANIFEST} is not valid: {first['msg'][:160]}") from None
 
     # -- what is in it (rank by rank where ranks differ)
 
@@ -291,7 +301,6 @@ def write(
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     beside = destination.with_name(f".{destination.name}{LOCAL}.{os.getpid()}.tmp")
-    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
     try:
         for folder in (temporary, beside):
             shutil.rmtree(folder, ignore_errors=True)
@@ -307,18 +316,21 @@ def write(
         _sync(temporary)
         if local is not None:
             _sync(beside)
-            target = destination.with_name(destination.name + LOCAL)
-            shutil.rmtree(target, ignore_errors=True)  # left by a sealing that was killed between the two renames
-            beside.rename(target)
-        try:
-            if replace:
-                destination.rename(old)
-            temporary.rename(destination)
-        except OSError:
-            raise CapsuleError(f"{destination} was written by another process meanwhile") from None
-        _sync_folder(destination.parent)
+        target = destination.with_name(destination.name + LOCAL)
+        with alone(destination.parent):  # the trainer's sealing and the shipper's may meet here
+            there = destination.exists()
+            if there and not replace:
+                raise CapsuleError(f"{destination} was written by another process meanwhile")
+            shutil.rmtree(target, ignore_errors=True)  # of the old capsule, or of a sealing that was killed below
+            if there:
+                _exchange(temporary, destination)
+            if local is not None:
+                beside.rename(target)
+            if not there:
+                temporary.rename(destination)
+            _sync_folder(destination.parent)
     finally:
-        for folder in (temporary, beside, old):
+        for folder in (temporary, beside):
             shutil.rmtree(folder, ignore_errors=True)
     return destination
 
@@ -358,8 +370,9 @@ def load(path: str | Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCa
     if not (folder / MANIFEST).is_symlink() and not (folder / MANIFEST).exists():
         raise ReferenceNotFoundError(f"{folder} is not a capsule: it has no {MANIFEST}")
     capsule = parse_manifest(untrusted.read_json(folder / MANIFEST))
-    recorded = Path(capsule.anomaly.capsule or folder.name).name  # a tracker may have given the folder another name
-    beside = next((b for name in (folder.name, recorded) if (b := folder.with_name(name + LOCAL)).is_dir()), folder)
+    recorded = Path(capsule.anomaly.capsule or "").name  # a tracker may have given the folder another name
+    names = (folder.name, *([recorded] if untrusted.is_name(recorded) else []))
+    beside = next((b for name in names if (b := folder.with_name(name + LOCAL)).is_dir()), folder)
     joined = beside is not folder and capsule.local is not None and beside.is_dir() and not beside.is_symlink()
     entries = list(capsule.files.items()) + (list(capsule.local.files.items()) if joined and capsule.local else [])
     check_entries(dict(entries), max_bytes=max_bytes)
@@ -404,19 +417,19 @@ def check_entries(files: Mapping[str, FileEntry], *, max_bytes: int = untrusted.
 
 
 def _check_files(folder: Path, files: Mapping[str, FileEntry]) -> int:
-    """Presence, kind, size and digest of every file; nothing unlisted."""
+    """Presence, kind, size and digest of every file; nothing unlisted. People write into the post-mortem: it must be there."""
     found = untrusted.listing(folder)
     found.pop(MANIFEST, None)
     for name, entry in files.items():
         if name not in found:
             raise CapsuleError(f"{name} is in the manifest but not in {folder.name}")
-        if found[name] != entry.bytes:
+        if found[name] != entry.bytes and name != POST_MORTEM:
             raise CapsuleError(f"{name} has {found[name]} bytes, the manifest says {entry.bytes}: truncated or altered")
     extra = sorted(found.keys() - files.keys())
     if extra:
         raise CapsuleError(f"{extra[0][:120]!r} is in {folder.name} but not in its manifest")
     for name, entry in files.items():
-        if untrusted.digest(folder / name) != entry.sha256:
+        if name != POST_MORTEM and untrusted.digest(folder / name) != entry.sha256:
             raise CapsuleError(f"{name} does not match its digest: damaged or altered")
     return len(files)
 
@@ -441,6 +454,19 @@ def json_schema() -> dict[str, Any]:
             return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
     return SpikeCapsule.model_json_schema(by_alias=True, schema_generator=Schema)
+
+
+def _known(given: Any, kind: type[BaseModel]) -> Any:
+    """`given` without the keys that `kind` has no field for."""
+    if not isinstance(given, dict):
+        return given
+    found = {}
+    for name, field in kind.model_fields.items():
+        if name in given:
+            inner = field.annotation
+            nested = isinstance(inner, type) and issubclass(inner, BaseModel)
+            found[name] = _known(given[name], inner) if nested else given[name]
+    return found
 
 
 def _histograms_of(rank: int) -> str:
