@@ -216,3 +216,19 @@ def test_detect_equals_a_live_watch() -> None:
     live = watch_all(Watch(), rows({name: series[name] for name in ("train/loss", "grad/norm")}))
     arrays = detect(range(300), series["train/loss"], series["grad/norm"])
     assert [a.updated(time=0.0) for a in live] == arrays
+
+
+def test_a_value_several_times_anything_before_is_told_in_the_noisiest_loss() -> None:
+    """Skewed noise is no spike, but a spike in it is one."""
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        loss = 0.5 * np.abs(random.standard_normal(70)) + 0.5 * np.exp(0.5 * random.standard_normal(70))
+        assert [a.step for a in detect(range(70), loss) if a.kind == "spike" and a.score > 8] == []
+        loss[52] = 8.6
+        assert 52 in [a.step for a in detect(range(70), loss)], seed
+
+
+def test_the_long_side_of_a_small_loss_is_no_spike() -> None:
+    """A classifier's: 0.5 on average, each batch 20 or 30 percent off."""
+    found = [len(detect(range(1500), 0.5 * np.exp(0.28 * np.random.default_rng(s).standard_normal(1500)))) for s in range(4)]
+    assert sum(found) <= 1

@@ -71,11 +71,12 @@ class Units:
         self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
     ) -> FloatArray:
         """`u` sigmas above expectation as a series with noise in proportion to itself means them: at most
-        ``factor * log(1 + r u) / r``, r being the scale as a share of the level beyond `_ADDITIVE`, at most `_SKEW`. Such noise has a long upper
-        side, which is no spike. `factor` is what the bar is raised by for a heavy tail, which is the same long side seen another
-        way: a value must be beyond the raised bar as it is and beyond the plain bar by factors, not beyond a raised bar by
-        factors. A small loss is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm, nor one whose expectation
-        fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
+        ``factor * log(1 + r u) / r``, r being the scale as a share of the level beyond `_ADDITIVE`, at most `_SKEW`. Such noise
+        has a long upper side, which is no spike. `factor` is what the bar is raised by for a heavy tail, which is the same long
+        side seen another way: a value must be beyond the raised bar as it is, and beyond the plain bar by factors.
+
+        A small loss is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm,
+        nor one whose expectation fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
         skew, r = self._skew(u, scale, expected, signed)
         if not skew.any():
             return u
