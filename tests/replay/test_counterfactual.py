@@ -242,6 +242,27 @@ def test_a_spike_that_does_not_come_back_proves_nothing(spike: SpikeCapsule) -> 
     assert found.caution in found.to_markdown()
 
 
+def test_a_kept_verdict_is_not_taken_for_todays(spike: SpikeCapsule) -> None:
+    """The capsule says "exact"; the code has changed since, the spike comes back all the same."""
+
+    def changed() -> Rebuilt:
+        made = build()
+        inner = made.step
+
+        def step(model: Any, optimizer: Any, batches: list[Any], index: int) -> Any:
+            x, y = batches[0]
+            return inner(model, optimizer, [[x * 1.001 if index == BAD - 3 else x, y]], index)
+
+        made.step = step
+        return made
+
+    kept = keep(spike, replay=rerun(spike, build))
+    assert what_if(kept, build, ["skip-batch"]).caution is None
+    found = what_if(kept, changed, ["skip-batch"])
+    assert found.verdict == "exact" and found.rerun.outcome == "remains"
+    assert found.caution is not None and f"leaves the record at step {BAD - 3}" in found.caution
+
+
 def test_what_was_found_is_kept_in_the_capsule(spike: SpikeCapsule) -> None:
     found = what_if(spike, build, ["skip-batch", "lower-lr=0.5"])
     report = rerun(spike, build)
@@ -252,6 +273,17 @@ def test_what_was_found_is_kept_in_the_capsule(spike: SpikeCapsule) -> None:
     page = (again.path / "report.html").read_text(encoding="utf-8")
     assert "skip-batch" in page and "exact" in page
     assert rerun(again, build).verdict == "exact", "the record itself is untouched"
+
+
+def test_what_a_person_wrote_into_the_post_mortem_stays(spike: SpikeCapsule) -> None:
+    report = rerun(spike, build)
+    path = spike.path / "post-mortem.md"
+    ours = path.read_text(encoding="utf-8")
+    path.write_text(ours + "Root cause: the sixth shard was corrupt.\n", encoding="utf-8")
+    for _ in range(2):
+        kept = keep(pull(spike.path), replay=report)
+        assert path.read_text(encoding="utf-8").endswith("the sixth shard was corrupt.\n")
+        assert report.verdict in (kept.path / "lab" / "post-mortem.md").read_text(encoding="utf-8")
 
 
 def test_a_crash_while_it_is_kept_leaves_a_whole_capsule(spike: SpikeCapsule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +326,11 @@ def test_the_command_line(spike: SpikeCapsule, tmp_path: Path) -> None:
 
     told = json.loads(CliRunner().invoke(app, [*command[:-2], "--json", "--no-keep"]).stdout)
     assert told["verdict"] == "exact" and told["counterfactuals"]["tries"][0]["name"] == "skip-batch"
-    for wrong, message in ((["--try", "nonsense", "--build", target], "unknown intervention"), ([], "--build")):
+    nowhere = str(tmp_path / "no-folder" / "plan.json")
+    for wrong, message in (
+        (["--try", "nonsense", "--build", target], "unknown intervention"),
+        (["--plan", nowhere], "choose another file"),
+        ([], "--build"),
+    ):
         refused = CliRunner().invoke(app, ["replay", str(run), *wrong])
         assert refused.exit_code == 3 and message in refused.stderr and refused.stderr.count("\n") == 1
