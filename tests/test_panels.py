@@ -21,6 +21,12 @@ def test_ids_are_unique_and_sections_exist() -> None:
             assert set(use.only) <= there and there
 
 
+def test_every_panel_is_in_a_report() -> None:
+    uses = [use for template in TEMPLATES.values() for use in template.uses]
+    shown = {panel.id for use in uses for panel in panels.of(use)}
+    assert {panel.id for panel in PANELS} == shown
+
+
 def test_every_series_is_in_the_catalogue() -> None:
     catalogue = {metric.name for metric in names.CATALOGUE}
     drawn = {series for panel in PANELS for series in panel.series}
@@ -43,7 +49,7 @@ def test_a_panel_draws_its_series_and_families() -> None:
         "train/lr", "train/lr/1", "train/lr_local",
     ]  # fmt: skip
     assert lr.members(["train/lr/1", "train/loss", "train/lr"]) == ["train/lr", "train/lr/1"]
-    assert lr.grouping == "group" and lr.families == ("train/lr/<group>",) and lr.single == ("train/lr",)
+    assert lr.families == ("train/lr/<group>",)
     assert lr.members(["train/lr_local", "train/lr"]) == ["train/lr_local", "train/lr"]
     assert Panel("x", "speed", "x", ("perf/step_s", "perf/fetch_s")).unit == "s"
     assert Panel("x", "speed", "x", ("perf/step_s", "train/loss")).unit == ""

@@ -47,20 +47,10 @@ class Panel:
         return tuple(series for series in self.series if "<" in series)
 
     @property
-    def single(self) -> tuple[str, ...]:
-        return tuple(series for series in self.series if "<" not in series)
-
-    @property
     def regex(self) -> str:
         """What the series match, families included, and nothing else: for charts that choose their series by an expression."""
         each = "|".join(names.regex(series) if "<" in series else re.escape(series) for series in self.series)
         return f"^({each})({names.LOCAL})?$"
-
-    @property
-    def grouping(self) -> str:
-        """What tells the lines of a family apart, such as "parameter" or "module"; "" without a family."""
-        found = [re.findall("<(.+?)>", family)[0] for family in self.families]
-        return found[0] if found else ""
 
     @property
     def unit(self) -> str:
@@ -151,7 +141,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("weight-norm", "settings", "Norm of all parameters", ("param/norm",), width=8),
     Panel("guard", "settings", "Updates held back by run.guard", ("guard/held", "guard/dropped", "guard/flagged"), width=8),
     Panel("worst-sample", "batch", "Largest loss of one sample", ("train/sample_loss_max",)),
-    Panel("repeated", "batch", "Batches that had been used before", ("data/repeated",)),
+    Panel("repeated", "batch", "Repeated batches: steps since the same one", ("data/repeated",)),
     Panel("throughput", "speed", "Throughput", ("perf/tokens_per_s", "perf/samples_per_s")),
     Panel(
         "step-time", "speed", "Step time and its parts",
@@ -230,7 +220,10 @@ TEMPLATES: Mapping[str, Template] = {
         ),
         Template(
             "run-health", "Run health", "run",
-            tuple(Use(section) for section in ("outcome", "settings", "movers", "nonfinite", "speed", "memory", "recorder")),
+            (
+                Use("story", "Anomalies", only=("anomalies",)),
+                *map(Use, ("outcome", "settings", "movers", "nonfinite", "speed", "memory", "recorder")),
+            ),
         ),
         Template("layer-atlas", "Layer atlas", "run", (Use("layers"), Use("movers", "The extremes over all layers"))),
         Template("throughput-memory", "Throughput and memory", "run", (Use("speed"), Use("memory"), Use("recorder"))),

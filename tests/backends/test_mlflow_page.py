@@ -12,11 +12,13 @@ import mlflow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from mlflow.tracking import MlflowClient
 
 from trackbridge import panels
 from trackbridge.answers import QUESTIONS
-from trackbridge.backends import mlflow_names, mlflow_view, words
+from trackbridge.backends import mlflow_names, mlflow_run, mlflow_view, words
 from trackbridge.backends.mlflow import MlflowConfig
 from trackbridge.panels import PANELS, SECTIONS, Panel
 from trackbridge.records import Record, RunInfo
@@ -131,6 +133,29 @@ def test_a_later_run_adds_its_series_and_takes_none_away(config: MlflowConfig, t
     before = MlflowClient(config.uri).get_experiment(held.info.experiment_id).tags
     ship(config, run_info(tmp_path, run_id="three", project="both"), *rows(range(3), SERIES), last=end(3))
     assert MlflowClient(config.uri).get_experiment(held.info.experiment_id).tags == before, "nothing new, nothing written"
+
+
+def test_charts_that_may_not_be_laid_out_hold_nothing_up(
+    config: MlflowConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_info(tmp_path, run_id="denied", project="denied")
+    with monkeypatch.context() as patch:
+
+        def denied(*arguments: object) -> None:
+            raise MlflowException("no right to change the experiment", error_code=PERMISSION_DENIED)
+
+        patch.setattr(MlflowClient, "set_experiment_tag", denied)
+        held = ship(config, run, *rows(range(4), SERIES))
+    assert held.data.tags["trackbridge.seq"] == "3"
+    assert charts(config, ship(config, run, *rows(range(4, 6), SERIES, first_seq=4), last=end(6)))["compareRunCharts"]
+
+
+def test_all_anomalies_are_counted_also_those_without_a_tag(
+    config: MlflowConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_run, "ANOMALY_TAGS", 2)
+    held = ship(config, run_info(tmp_path, run_id="many", project="many"), *(anomaly(k, 10 + k) for k in range(4)))
+    assert held.data.tags["trackbridge.anomalies"] == "4"
 
 
 def test_a_new_panel_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from trackbridge.testing import anomaly
 SPIKE = anomaly(7, 120, onset=118, recovered_after=9)
 TEXTS = {
     "post-mortem": "# Post-mortem",
+    "anomalies": "| step |\n|---|\n| 118 |",
+    "capsule": "Tier **re-execute**, restart at step 100.",
     "batch": "| micro-batch |\n|---|\n| 0 |",
     "counterfactuals": "| what |\n|---|\n| 1 |",
 }

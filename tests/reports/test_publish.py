@@ -89,8 +89,18 @@ def test_a_report_is_made_fetched_back_and_updated(name: str, server: WandbServe
     assert [json.loads(held.spec) for held in server.views.all.values()] == [again]
 
     view.name = "renamedbywandb"
-    assert said(*ask) == url, "found by its title"
+    assert said(*ask) == url, "found by its title and its description"
     assert len(server.views.all) == 1
+
+
+def test_a_report_of_the_same_title_is_not_replaced(server: WandbServer, ref: str, tmp_path: Path) -> None:
+    """Another run's of the same name, or one that a person wrote."""
+    said(ref, "--dir", tmp_path)
+    (theirs,) = server.views.all.values()
+    theirs.name, theirs.description, theirs.spec = "somebodyelse", "what I found", "{}"
+    said(ref, "--dir", tmp_path)
+    assert theirs.spec == "{}"
+    assert [view.display for view in server.views.all.values()] == [theirs.display] * 2
 
 
 def test_what_it_says_comes_from_the_capsule(server: WandbServer, ref: str, recorded: Path, tmp_path: Path) -> None:

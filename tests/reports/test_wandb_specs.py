@@ -139,9 +139,20 @@ def test_the_five_questions_come_first_and_in_order() -> None:
 
 def test_the_story_is_on_it() -> None:
     text = "\n".join(str(block.get("content", "")) for block in spec("spike-forensics")["blocks"])
-    for wanted in ("# Post-mortem", "| micro-batch |", "trackbridge replay wandb:my-team"):
+    for wanted in ("# Post-mortem", "| micro-batch |", "trackbridge replay wandb:my-team", "Tier **re-execute**"):
         assert wanted in text
     assert "spike-run-0001-120" in json.dumps(spec("spike-forensics")["blocks"][-2])
+
+
+def test_a_runs_anomalies_are_a_table_in_its_health() -> None:
+    assert "| 118 |" in "\n".join(str(block.get("content", "")) for block in spec("run-health")["blocks"])
+
+
+def test_pictures_say_which_step_to_move_their_slider_to() -> None:
+    step = specs.SPIKE.step
+    near = [title for title in titles(spec("spike-forensics")) if title.endswith(f" (slider to step {step})")]
+    assert len(near) == sum(panel.view == "heatmap" for panel in PANELS)
+    assert not [title for title in titles(spec("layer-atlas")) if "slider" in title], "of a whole run there is one"
 
 
 def test_a_report_is_known_by_what_it_is_about() -> None:

@@ -130,7 +130,7 @@ class MlflowBackend:
         self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs)
         self._held = int(self._run.tags.get(SEQ, "-1"))
         self._series: set[str] = set()
-        self._charted = 0
+        self._charted, self._laid_out = 0, True
         if mlflow_calls.is_http(uri):
             page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"
             self.url = f"{mlflow_calls.public(uri).rstrip('/')}/{page}"
@@ -195,10 +195,10 @@ class MlflowBackend:
         return sent
 
     def _lay_out(self) -> None:
-        """The charts, once the first rows tell what there is to draw, and at the end for what came later."""
-        if len(self._series) > self._charted:
+        """The charts, once the first rows tell what there is to draw, and at the end for what came later or did not work."""
+        if len(self._series) > self._charted or not self._laid_out:
             self._charted = len(self._series)
-            self._run.charts(self._series)
+            self._laid_out = self._run.charts(self._series)
 
     def _metrics(self, row: Row) -> Iterator[Any]:
         from mlflow.entities import Metric

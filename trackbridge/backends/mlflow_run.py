@@ -169,10 +169,9 @@ class MlflowRun:
         tag = mlflow_names.key(f"{ANOMALY}{anomaly.id}")
         if tag in self.tags or sum(name.startswith(ANOMALY) for name in self.tags) < ANOMALY_TAGS:
             self.tag({tag: words.anomaly_line(anomaly)})
-        count = sum(name.startswith(ANOMALY) for name in self.tags)
-        self.tag({"trackbridge.anomalies": str(count), "trackbridge.anomaly_kind": anomaly.kind})
         rows = self._anomaly_rows()
         rows[anomaly.id] = words.anomaly_row(anomaly)
+        self.tag({"trackbridge.anomalies": str(len(rows)), "trackbridge.anomaly_kind": anomaly.kind})
         self._table(ANOMALY_TABLE, words.ANOMALY_COLUMNS, sorted(rows.values(), key=lambda row: (row[1], row[0])))
         self._describe(anomaly)
 
@@ -203,7 +202,8 @@ class MlflowRun:
             note = self.client.get_run(self.id).data.tags.get(NOTE, "")
         theirs = note.partition(NOTE_MARK)[0].rstrip()
         said = f"{theirs}\n\n{NOTE_MARK}\n\n".lstrip()
-        self.tag({NOTE: said + text[: TAG_LENGTH - len(said)]})
+        if len(said) < TAG_LENGTH:  # else people have filled it
+            self.tag({NOTE: said + text[: TAG_LENGTH - len(said)]})
 
     def _links(self, held: str | None) -> str:
         run = f"#/experiments/{self.experiment}/runs/{self.id}/artifacts"
@@ -231,16 +231,18 @@ class MlflowRun:
         elif not any(tag.startswith(ANOMALY) for tag in self.tags):
             self._note(f"No anomaly was detected in this run.\n\n{self._links(None)}")
 
-    def charts(self, series: Collection[str]) -> None:
-        """Lay out the experiment's charts for runs with `series`; what MLflow does not take is no reason to stop."""
+    def charts(self, series: Collection[str]) -> bool:
+        """Lay out the experiment's charts for runs with `series`. False where that did not work, such as for want of a right to
+        change the experiment: no reason to stop."""
         try:
             with calling(self.uri):
                 held = self.client.get_experiment(self.experiment).tags.get(mlflow_view.TAG)
                 value = mlflow_view.build(series, held, milliseconds(time.time()), mlflow_names.key)
                 if value is not None:
                     self.client.set_experiment_tag(self.experiment, mlflow_view.TAG, value)
-        except Refused:
-            pass
+        except (Refused, RetryLater, TrackbridgeError):
+            return False
+        return True
 
     def _table(self, path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table as MLflow's own ``log_table`` stores it, replaced as a whole: that appends, and would show each row twice."""

@@ -44,7 +44,7 @@ def build(present: Collection[str], old: str | None, now: int, key: Callable[[st
     found = _state(drawn, lines)
     if found == before:
         return None
-    created = json.loads(old)["createdAt"] if before and old else now
+    created = json.loads(old).get("createdAt", now) if before and old else now
     while len(value := _tag(found, created, now)) > MOST and lines > 1:
         lines //= 2
         found = _state(drawn, lines)

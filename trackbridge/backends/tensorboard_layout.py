@@ -11,7 +11,8 @@ from trackbridge.panels import CONDITIONAL, PANELS, SECTIONS, Panel
 
 def layout(present: Collection[str]) -> bytes:
     """The plugin's `Layout` message. `present` are the series of the first rows: a panel is in it if one of its series is among
-    them, or may yet come in any run (a conditional one and a layer's own are there from the start or never)."""
+    them, or comes in any run. A conditional one that comes later has no chart here (TensorBoard reads the first layout only);
+    it is under Scalars."""
     from tensorboard.plugins.custom_scalar import layout_pb2 as pb
 
     def chart(panel: Panel) -> Any:

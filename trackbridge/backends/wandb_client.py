@@ -266,15 +266,23 @@ class Client:
                     logged.wait()
                     self._note(seq, None)
                     self._report_once(artifact.type, step)
-                self._show(Path(path), step)
             except Exception as error:
                 traceback.print_exc()
                 self._note(seq, f"{type(error).__name__}: {error}")
+            else:
+                self._show(Path(path), step)
             finally:
                 self._uploads.task_done()
 
     def _show(self, folder: Path, step: int) -> None:
-        """The pictures and the page of an artifact as media of the history, on our axis, in a row of their own."""
+        """The pictures and the page of an artifact as media of the history, on our axis, in a row of their own. What W&B cannot
+        show is in the artifact all the same."""
+        try:
+            self._log_media(folder, step)
+        except Exception:
+            traceback.print_exc()
+
+    def _log_media(self, folder: Path, step: int) -> None:
         _, pictures = exhibits.of(folder)
         page = exhibits.page(folder)
         media: dict[str, Any] = {name: self._wandb.Image(str(folder / f"{name}.png")) for name in pictures}

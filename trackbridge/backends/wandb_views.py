@@ -1,7 +1,8 @@
 """Reports and workspaces on a W&B server: what a run has there, and a view made or updated under its own name.
 
 Runs in the client's process (`wandb_process`), like everything that talks to W&B. A view is found again by its name, which we
-choose; where a server has given it another, by its title.
+choose; where a server has given it another, by its title together with that name in its description. A title alone is nobody's:
+runs of one name have the same, and so may a report that a person wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FIND = """
 query TrackbridgeViews($entity: String!, $project: String!, $kind: String!, $name: String, $after: String) {
   project(name: $project, entityName: $entity) {
     allViews(viewType: $kind, viewName: $name, first: 100, after: $after) {
-      edges { node { id name displayName } }
+      edges { node { id name displayName description } }
       pageInfo { endCursor hasNextPage }
     }
   }
@@ -63,6 +64,11 @@ class View:
     name: str
     title: str
     spec: dict[str, Any]
+
+    @property
+    def about(self) -> str:
+        """Its description on the server."""
+        return f"Made by trackbridge ({self.name}). Making it again replaces what is in it."
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def publish(view: View) -> Published:
     there = _find(api, view)
     asked = {
         "id": there, "entity": view.entity, "project": view.project, "kind": view.kind, "name": view.name, "title": view.title,
-        "about": "", "spec": json.dumps(view.spec),
+        "about": view.about, "spec": json.dumps(view.spec),
     }  # fmt: skip
     answer = _ask(api, UPSERT, asked)["upsertView"]
     return Published(_url(api, view, answer["view"]), answer["view"]["id"], there is None)
@@ -122,10 +128,12 @@ def publish(view: View) -> Published:
 
 def _find(api: Any, view: View) -> str | None:
     """The id of the view on the server, None if it is not there yet."""
-    return next(
-        (node["id"] for node in _views(api, view, view.name) if node["name"] == view.name),
-        next((node["id"] for node in _views(api, view, None) if node["displayName"] == view.title), None),
-    )
+    named = next((node["id"] for node in _views(api, view, view.name) if node["name"] == view.name), None)
+    return named or next((node["id"] for node in _views(api, view, None) if _renamed(node, view)), None)
+
+
+def _renamed(node: dict[str, Any], view: View) -> bool:
+    return node["displayName"] == view.title and view.name in (node["description"] or "")
 
 
 def _views(api: Any, view: View, name: str | None) -> Iterator[dict[str, Any]]:

@@ -147,7 +147,7 @@ def _seen(
     process: Process, about: Subject, found: Survey, template: Template, ref: Reference, record: RunRecord | None
 ) -> Subject:
     """`about` with what W&B has: the series that have points, the pictures, the capsule's artifact, the anomaly."""
-    from trackbridge.reports import subject
+    from trackbridge.reports import contents, subject
 
     about = replace(about, present=found.keys, pictures=subject.pictures(found.keys))
     if template.about == "project":
@@ -155,7 +155,8 @@ def _seen(
     about = replace(about, name=found.name)
     if record is None:
         there = [subject.of_facts(key, facts) for key, facts in found.anomalies.items()]
-        about = replace(about, anomaly=subject.choose(there, ref.step, f"W&B run {about.run_id}"))
+        told = {"anomalies": contents.anomalies(there)} if there else {}
+        about = replace(about, anomaly=subject.choose(there, ref.step, f"W&B run {about.run_id}"), texts=told)
     anomaly = about.anomaly
     if anomaly is None:
         if template.about == "anomaly":

@@ -59,8 +59,7 @@ class Known:
         """From the journal; what a capsule would keep is read from the leader's rank, as far as the ring still has it."""
         first, last = max(anomaly.onset - BEFORE, 0), anomaly.step + BEFORE
         values = {}
-        for name in record.names:
-            steps, found = record.series(name)
+        for name, (steps, found) in record.many(record.names):
             inside = (steps >= first) & (steps <= last)
             if inside.any():
                 values[name] = (steps[inside], found[inside])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +31,12 @@ def of_run(record: RunRecord, step: int | None = None, *, entity: str | None = N
     project are those of its run in W&B as far as the run directory knows, unless given. Raises `UsageError` for a `step` at
     which there is no anomaly."""
     anomaly = choose(record.anomalies, step, f"run {record.info.run_id}")
-    known_entity, known_project = where(record.path)
+    known_entity, known_project, known_run = where(record.path)
     held = [artifact.name for artifact in record.artifacts if anomaly and artifact.metadata.get("anomaly_id") == anomaly.id]
     subject = Subject(
         entity=entity or known_entity or ENTITY,
         project=project or known_project or record.info.project,
-        run_id=record.info.run_id,
+        run_id=known_run or record.info.run_id,
         name=record.info.name,
         anomaly=anomaly,
         present=sent(record, anomaly),
@@ -79,24 +80,25 @@ def choose(found: Sequence[Anomaly], step: int | None, what: str) -> Anomaly | N
     return max(at, key=lambda anomaly: (anomaly.step == step, anomaly.severity))
 
 
-def where(run_dir: Path) -> tuple[str | None, str | None]:
-    """(entity, project) of the run in W&B: from its address, which the run directory keeps; None where it was never online."""
+def where(run_dir: Path) -> tuple[str, str, str] | tuple[None, None, None]:
+    """(entity, project, run id) in W&B: from the run's address, which the run directory keeps; None where it was never online.
+    The id is another one than ours where the rows went into a run of the user's."""
     try:
         url = json.loads((run_dir / "wandb" / "where.json").read_bytes())["url"]
-        entity, project, _, _ = (unquote(part) for part in urlsplit(str(url)).path.strip("/").split("/"))
+        entity, project, _, run_id = (unquote(part) for part in urlsplit(str(url)).path.strip("/").split("/"))
     except (OSError, ValueError, KeyError, TypeError):
-        return None, None
-    return entity, project
+        return None, None, None
+    return entity, project, run_id
 
 
 def sent(record: RunRecord, anomaly: Anomaly | None) -> set[str]:
     """The series that the stream policy of the run sends to a tracker: around `anomaly`, or of the newest steps."""
     stream = Stream(StreamConfig.model_validate(record.settings.get("stream", {})))
-    rows = list(record.rows())
+    rows = record.rows()  # a long run's do not fit into memory
     if anomaly is not None:
         near = [row for row in rows if abs(row.step - anomaly.step) <= WINDOW]
     else:
-        near = rows[-2 * WINDOW :]
+        near = list(deque(rows, maxlen=2 * WINDOW))
     found: list[Record] = [*near, *([anomaly] if anomaly is not None else [])]
     out = stream.push(sorted(found, key=lambda record: record.seq)) + stream.finish()
     return {name for row in out if isinstance(row, Row) for name in row.schema.names}

@@ -62,13 +62,18 @@ class Subject:
 
     @property
     def ref(self) -> str:
-        at = self.anomaly.step if self.anomaly else self.step
+        at = self.detected
         where = f"{self.artifact}:step-{at}" if self.artifact else f"{self.run_id}{'' if at is None else f'@{at}'}"
         return f"wandb:{self.entity}/{self.project}/{where}"
 
     @property
     def commands(self) -> tuple[str, ...]:
         return (f"trackbridge pull {self.ref}", f"trackbridge replay {self.ref} --build my_module:build")
+
+    @property
+    def detected(self) -> int | None:
+        """The step that anomaly, capsule and pictures go by."""
+        return self.anomaly.step if self.anomaly else self.step
 
     @property
     def onset(self) -> int | None:
@@ -106,7 +111,7 @@ def five_answers(template: Template, subject: Subject) -> str:
 
 def title_of(template: Template, subject: Subject) -> str:
     """Without a slash: W&B makes the report's address of it, and its client cannot find a report with one in its title."""
-    at = "" if subject.onset is None else f" at step {subject.anomaly.step if subject.anomaly else subject.step}"
+    at = "" if subject.detected is None else f" at step {subject.detected}"
     what = f": {subject.anomaly.kind} in {subject.anomaly.series}" if subject.anomaly else ("" if not at else ": anomaly")
     said = f"{template.title}{what}{at}" if template.about == "anomaly" else template.title
     of = f" ({subject.name or subject.run_id})" if subject.run_id else ""
@@ -116,9 +121,7 @@ def title_of(template: Template, subject: Subject) -> str:
 def view_name(template: Template, subject: Subject) -> str:
     """The report's name on the server: 12 lower-case letters, as W&B's own are, and the same for the same template, run and
     step. This is how a report is found again."""
-    at = ""
-    if template.about == "anomaly":
-        at = str(subject.anomaly.step if subject.anomaly else subject.step)
+    at = str(subject.detected) if template.about == "anomaly" else ""
     key = "\n".join(("trackbridge", template.name, subject.run_id, at))
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
     letters = string.ascii_lowercase
@@ -166,13 +169,15 @@ def _section(use: Use, template: Template, subject: Subject) -> Iterator[Any]:
     charts = [panel for panel in found if panel.series]
     if charts:
         onset = subject.onset if use.near else None
-        drawn = list(plots(charts, onset, present=subject.present, across=template.about == "project"))
+        drawn = list(plots(charts, onset, subject.detected, present=subject.present, across=template.about == "project"))
         if template.about == "project" and use.section == "outcome":
             drawn += _comparison(drawn)
         yield wr.PanelGrid(runsets=[_runset(subject)], panels=drawn)
     for panel in found:
         if panel.content == "capsule" and subject.artifact is not None:
             yield wr.MarkdownBlock(_commands(subject))
+            if panel.content in subject.texts:
+                yield wr.MarkdownBlock(subject.texts[panel.content])
             yield wr.WeaveBlockArtifact(subject.entity, subject.project, subject.artifact, "files")
             if panels.PAGE in (subject.pictures or ()):
                 page = wr.MediaBrowser(
@@ -197,9 +202,15 @@ def shows(panel: Panel, subject: Subject, *, near: bool = False) -> bool:
 
 
 def plots(
-    chosen: Iterable[Panel], onset: int | None = None, *, present: Collection[str] | None = None, across: bool = False
+    chosen: Iterable[Panel],
+    onset: int | None = None,
+    detected: int | None = None,
+    *,
+    present: Collection[str] | None = None,
+    across: bool = False,
 ) -> Iterator[Any]:
-    """The panels as wandb-workspaces panels, in rows of `COLUMNS`. With `onset`: cut to the steps around it, which is marked.
+    """The panels as wandb-workspaces panels, in rows of `COLUMNS`. With `onset`: cut to the steps around it, which is marked;
+    pictures are those of the step `detected`, but W&B opens at the newest and takes no step, so their titles say which.
     `present`: the series that there are, if that is known. `across`: for several runs."""
     wr = require("wandb_workspaces.reports.v2", "reports")
     x = y = tallest = 0
@@ -210,7 +221,8 @@ def plots(
         at = wr.Layout(x, y, panel.width, high)
         if panel.view == "heatmap":
             picture = panels.picture(panel, whole=onset is None)
-            yield wr.MediaBrowser(title=panel.title, media_keys=[picture], num_columns=1, layout=at)
+            which = "" if onset is None else f" (slider to step {detected})"
+            yield wr.MediaBrowser(title=f"{panel.title}{which}", media_keys=[picture], num_columns=1, layout=at)
         elif panel.view == "scalar":
             most = "max" if across else None
             yield wr.ScalarChart(title=panel.title, metric=wr.SummaryMetric(panel.series[0]), groupby_aggfunc=most, layout=at)
