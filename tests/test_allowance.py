@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trackbridge.config import RecorderConfig
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, Artifact
 from trackbridge.rundir import RunDirectory
+from trackbridge.sealer import Sealer
 
 Given = list[tuple[str, str]]
 
@@ -57,7 +59,8 @@ def test_a_later_attempt_counts_what_is_there(tmp_path: Path) -> None:
     allowance = an_allowance(tmp_path, given, max_capsules=1)
     directory = RunDirectory(tmp_path)
     assert allowance.make_room(an_anomaly(severity=0.1), lambda kept: None) is not None
-    refused = allowance.make_room(an_anomaly(severity=0.2), lambda kept: allowance.remove(kept, directory, snapshots=True))
+    refused = allowance.make_room(an_anomaly(severity=0.2), lambda kept: allowance.remove(kept, directory))
+    allowance.sweep(directory)
     assert refused is None and [path for path, _ in given] == ["capsules/spike-13"]
     assert [path.name for path in (tmp_path / "capsules").iterdir()] == ["spike-14"]
     assert not snapshot.exists()
@@ -69,7 +72,8 @@ def test_a_snapshot_that_another_capsule_holds_stays(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     (snapshot / "state.safetensors").write_bytes(b"x")
     (tmp_path / "elsewhere").hardlink_to(snapshot / "state.safetensors")
-    Allowance.remove(Kept("capsules/spike-13", an_anomaly(), 1.0), RunDirectory(tmp_path), snapshots=True)
+    Allowance.remove(Kept("capsules/spike-13", an_anomaly(), 1.0), RunDirectory(tmp_path))
+    Allowance.sweep(RunDirectory(tmp_path))
     assert snapshot.exists() and not kept.exists()
 
 
@@ -83,7 +87,7 @@ def test_the_budget_of_bytes(tmp_path: Path) -> None:
         kept = allowance.add(an_anomaly(step=step, severity=severity, capsule=f"capsules/{path.name}"))
         allowance.weigh(kept, directory)
         assert kept.bytes > 1000
-        found.append(allowance.settle(kept.path, lambda gone: allowance.remove(gone, directory, snapshots=False)))
+        found.append(allowance.settle(kept.path, lambda gone: allowance.remove(gone, directory)))
     assert found == [True, False, True], "one is kept however large; a milder one is not"
     assert [path.name for path in (tmp_path / "capsules").iterdir()] == ["spike-30"] and allowance.given_up == 2
 
@@ -93,6 +97,52 @@ def test_given_up_while_it_was_sealed(tmp_path: Path) -> None:
     kept = Kept("capsules/spike-13", an_anomaly(), 1.0, given_up=True)
     an_allowance(tmp_path, []).weigh(kept, RunDirectory(tmp_path))
     assert not path.exists() and kept.bytes == 0
+
+
+class NowPins:
+    """Does its jobs at once, and writes what a pin would."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    def pin(self, capsule: str, first: int, onset: int, last: int) -> None:
+        snapshot(self.directory, first)
+
+    def run(self, job: Callable[[], None]) -> None:
+        job()
+
+    def sync(self) -> None:
+        pass
+
+    def release(self, capsule: str) -> None:
+        pass
+
+
+def snapshot(directory: RunDirectory, step: int) -> Path:
+    path = directory.snapshots(0) / f"step-{step}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "state.safetensors").write_bytes(b"x")
+    return path
+
+
+def test_snapshots_of_what_gave_way_before_it_was_sealed_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+    begins = snapshot(directory, 10)  # where `make` begins its capsules
+    config = RecorderConfig(max_capsules=1, before=4, after=4)
+    sealer = Sealer(directory, config, NowPins(directory), lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    mild = sealer.consider(an_anomaly(id="mild", step=40, onset=40, severity=0.1))
+    severe = sealer.consider(an_anomaly(id="severe", step=100, onset=100, severity=0.9))
+    orphan = directory.snapshots(0) / "step-36"
+    assert mild.capsule is not None and severe.capsule is not None and sealer.given_up == 1
+    assert orphan.exists(), "not while another is under way, which may need the same"
+
+    def child_says(command: list[str]) -> tuple[str, str]:
+        make(tmp_path / str(severe.capsule), anomaly=severe)
+        return "severe\tpath\n", ""
+
+    monkeypatch.setattr(sealer, "_child_says", child_says)
+    sealer.advance(200)
+    assert not orphan.exists() and begins.exists()
 
 
 def test_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

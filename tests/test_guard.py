@@ -236,6 +236,22 @@ def test_protect_never_waits_for_the_device() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_two_optimizers_each_have_their_own_flag() -> None:
+    (bad_model, bad), (good_model, good) = fused(), fused()
+    guard = a_guard(action="skip")
+    for model, optimizer in ((bad_model, bad), (good_model, good)):
+        step(model, optimizer)
+        model(torch.ones(2, 3)).square().mean().backward()
+    before = [parameter.detach().clone() for parameter in bad_model.parameters()]
+    guard.protect(bad, torch.tensor(float("nan")))
+    guard.protect(good, torch.tensor(2.0))
+    bad.step()
+    good.step()
+    assert all(map(torch.equal, before, bad_model.parameters()))
+    assert not torch.equal(before[0], next(good_model.parameters()))
+    assert not hasattr(bad, "found_inf") and not hasattr(good, "found_inf")
+
+
 def test_what_is_not_finite_is_dropped_from_the_first_step_on() -> None:
     model, optimizer = fused()
     guard = a_guard(action="skip")

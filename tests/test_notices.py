@@ -113,6 +113,16 @@ def test_a_receipt_is_released_when_the_capsule_is_on_this_disk(tmp_path: Path) 
     assert pins[1].released == ["spike-40"]
 
 
+def test_what_the_leader_gives_up_no_rank_holds_on_to(tmp_path: Path) -> None:
+    """Where disks are not shared, nothing else would tell them: their rings would grow with each capsule that gave way."""
+    leader, others, pins, _ = ranks(tmp_path)
+    leader._allowance._most = 1
+    leader.consider(an_anomaly(id="mild", step=40, onset=40, severity=0.1))
+    leader.consider(an_anomaly(id="severe", step=90, onset=90, severity=0.9))
+    others[0]._listen(now=True)
+    assert pins[0].released == ["spike-40"] and pins[1].held() == ("spike-90",)
+
+
 def test_parting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader hears reports until all have said that they are done, and they keep listening until it says so."""
     leader, others, pins, _ = ranks(tmp_path, 3)

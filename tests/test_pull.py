@@ -184,6 +184,7 @@ def test_two_pulls_at_once_do_not_share_a_quarantine(tmp_path: Path) -> None:
     reference = tensorboard(tmp_path, make(tmp_path / "made"))
     with fetch._locked(tmp_path / ".pull-x") as one, fetch._locked(tmp_path / ".pull-x") as two:
         assert one != two and two.is_dir()
+    assert not two.exists(), "no later pull would go on from there"
     assert pull(reference, tmp_path / "here").verify()
 
 

@@ -149,6 +149,40 @@ def test_a_life_that_was_left_behind(tmp_path: Path) -> None:
     assert rollback(path, step=150).checkpoint == found.checkpoint
 
 
+def test_a_process_that_went_back_by_itself(tmp_path: Path) -> None:
+    """What the guard asks for: the same attempt goes on from an earlier step. What went wrong before is not in what it saves
+    from then on, and what it saved before is still not clean."""
+    run = Recording(tmp_path / "r")
+    run.steps(0, 100)
+    run.save(100)
+    run.steps(100, 155)
+    run.writer.append(anomaly(150))
+    run.steps(155, 158, grad__nonfinite=2.0)
+    run.save(158)
+    run.steps(100, 160)
+    again = run.save(160)
+    run.steps(160, 170)
+    found = rollback(run.tell())
+    assert found.checkpoint is not None and (found.checkpoint.path, found.rejected) == (again, ())
+    again.unlink()
+    found = rollback(tmp_path / "r")
+    assert found.checkpoint is not None and found.checkpoint.step == 100
+    assert [rejected.saved.step for rejected in found.rejected] == [160, 158]
+
+
+@pytest.mark.parametrize(
+    ("kind", "series"),
+    [("throughput", "perf/tokens_per_s"), ("memory", "mem/allocated_bytes"), ("stall", "perf/step_s"),
+     ("plateau", "train/loss"), ("rule", "host/rss_bytes")],
+)  # fmt: skip
+def test_what_says_nothing_of_the_weights_taints_nothing(tmp_path: Path, kind: str, series: str) -> None:
+    run = Recording(tmp_path / "r")
+    run.steps(0, 200)
+    run.save(200)
+    found = rollback(run.tell(anomaly(50, kind=kind, series=series)))
+    assert found.anomaly is None and found.checkpoint is not None and found.checkpoint.step == 200
+
+
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     run = Recording(tmp_path / "r")
     run.steps(0, 10)

@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 
 from tests.capsules import an_anomaly
-from trackbridge import fetch, tree
+from trackbridge import checkpoints, coverage, fetch, tree
 from trackbridge.capsule import load
+from trackbridge.checkpoints import Saved
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError
 from trackbridge.journal import JournalWriter
 from trackbridge.records import Anomaly, MicroBatch, Row, Schema, StepContext
@@ -147,6 +148,41 @@ def test_tier_and_missing(tmp_path: Path, made: dict[str, Any], tier: str, resta
     assert (capsule.tier, capsule.restart_step) == (tier, restart)
     assert capsule.has_state() == (tier == "re-execute" or restart == 15)
     assert any(words in text for text in capsule.missing) if words else capsule.missing == []
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "contexts", "first", "restart"),
+    [((5, 290), range(310), 290, 290), ((5,), range(280, 310), 296, 296), ((5, 298), range(280, 310), 296, 298)],
+)
+def test_only_what_a_window_can_hold_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots: Any, contexts: range, first: int, restart: int
+) -> None:
+    """An old snapshot, pinned for an earlier capsule, does not make a later one read the whole run."""
+    anomaly = an_anomaly(id="a-300", step=300, onset=300, first_mover=None)
+    directory = a_run(tmp_path / "run-1", steps=range(310), contexts=contexts, snapshots=snapshots, anomaly=anomaly)
+    read: list[range] = []
+    rows = coverage.read_rows
+    monkeypatch.setattr(coverage, "read_rows", lambda *what: (read.append(what[-1]), rows(*what))[1])
+    assert load(seal(directory.path, "a-300")).restart_step == restart
+    assert read == [range(first, 306)]
+
+
+def test_a_checkpoint_of_a_training_that_was_left_behind_is_no_restart_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attempt 1 went on from step 10; what attempt 0 saved at step 14 is another model than the one of step 14 now."""
+    directory = a_run(
+        tmp_path / "run-1", attempt=1, steps=range(10, 40), anomaly=an_anomaly(id="a", step=21, onset=20, attempt=1)
+    )
+    file = directory.read()
+    lives = [file.attempts[0].model_copy(update={"number": 0}), file.attempts[0].model_copy(update={"start_step": 10})]
+    directory.write(file.model_copy(update={"attempts": lives}))
+    for name in ("10.pt", "14.pt"):
+        (tmp_path / name).write_bytes(b"x")
+    saved = [Saved(tmp_path / "10.pt", 10, 0), Saved(tmp_path / "14.pt", 14, 0)]
+    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: saved)
+    capsule = load(seal(directory.path, "a"))
+    assert (capsule.restart_step, capsule.checkpoint) == (10, str(tmp_path / "10.pt"))
 
 
 def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:

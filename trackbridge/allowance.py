@@ -92,27 +92,31 @@ class Allowance:
     def weigh(self, kept: Kept, directory: RunDirectory) -> None:
         """Note the size of a capsule that was sealed, or remove it if it was given up meanwhile."""
         if kept.given_up:
-            self.remove(kept, directory, snapshots=False)
+            self.remove(kept, directory)
         else:
             kept.bytes = _size(directory.path / kept.path)
 
     @staticmethod
-    def remove(kept: Kept, directory: RunDirectory, *, snapshots: bool) -> None:
-        """Delete a capsule, what is beside it, and (`snapshots`: no capsule is under way that may need it) the snapshot that
-        it was the last to hold."""
+    def remove(kept: Kept, directory: RunDirectory) -> None:
+        """Delete a capsule and what is beside it."""
         folder = directory.path / kept.path
-        start = _restart(folder)
         for path in (folder, folder.with_name(folder.name + LOCAL)):
             if path.exists():
                 gone = path.with_name(f".{path.name}.given-up")
                 shutil.rmtree(gone, ignore_errors=True)
                 path.rename(gone)  # nobody sees a half of it
                 shutil.rmtree(gone, ignore_errors=True)
-        for rank in directory.ranks() if snapshots and start is not None else ():
-            state = directory.snapshots(rank) / f"step-{start}"
-            arrays = state / STATE_ARRAYS
-            if arrays.exists() and arrays.stat().st_nlink == 1:
-                shutil.rmtree(state, ignore_errors=True)
+
+    @staticmethod
+    def sweep(directory: RunDirectory) -> None:
+        """Delete the snapshots that no capsule here holds or begins at. Only while none is under way, which may need one."""
+        starts = {_restart(folder) for folder in directory.capsules.glob("spike-*")}
+        for rank in directory.ranks():
+            for state in directory.snapshots(rank).glob("step-*"):
+                arrays = state / STATE_ARRAYS
+                held = not arrays.exists() or arrays.stat().st_nlink > 1
+                if not held and not any(state.name == f"step-{start}" for start in starts):
+                    shutil.rmtree(state, ignore_errors=True)
 
 
 def _found(folder: Path) -> Kept | None:

@@ -463,7 +463,7 @@ def _known(given: Any, kind: type[BaseModel]) -> Any:
     found = {}
     for name, field in kind.model_fields.items():
         if name in given:
-            inner = field.annotation
+            inner: Any = field.annotation
             nested = isinstance(inner, type) and issubclass(inner, BaseModel)
             found[name] = _known(given[name], inner) if nested else given[name]
     return found

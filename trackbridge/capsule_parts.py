@@ -6,6 +6,7 @@ Readers assume nothing about who wrote the file; they go through `trackbridge.un
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +229,12 @@ class RngStates:
     def after(self, step: int) -> dict[str, str] | None:
         """Digests of torch's generators at the end of `step`, by generator; None where they are not known."""
         text = self._after.get(str(step))
-        return None if text is None else dict(_json(text, self._path.name))
+        if text is None:
+            return None
+        digests = _json(text, self._path.name)
+        if not isinstance(digests, dict):
+            raise CapsuleError(f"{self._path.name} holds no digests of the generators after step {step}")
+        return digests
 
     def _under(self, prefix: str) -> dict[str, np.ndarray]:
         return untrusted.read_safetensors(
@@ -301,6 +307,8 @@ class Batches(Mapping[int, tuple[MicroBatch, ...]]):
         missing = [name for name in _BATCH_COLUMNS if name not in self.frame.columns]
         if missing:
             raise CapsuleError(f"{table.name} lacks the column {missing[0]!r}")
+        if len(self.frame) and self.frame["step"].dtype.kind not in "iu":
+            raise CapsuleError(f"{table.name}: the column 'step' does not hold whole numbers")
         self._tensors = tensors
         self._rng = rng
         self._leaves: dict[str, list[str]] = {}
@@ -317,6 +325,9 @@ class Batches(Mapping[int, tuple[MicroBatch, ...]]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._rows  # without reading its tensors
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._rows))
@@ -335,9 +346,9 @@ class Batches(Mapping[int, tuple[MicroBatch, ...]]):
             loader=_optional(row["loader"]),
             epoch=_optional(row["epoch"]),
             index=_optional(row["index"]),
-            sample_ids=None if ids is None else tuple(_json(ids, BATCHES)),
+            sample_ids=None if ids is None else _sample_ids(ids),
             fingerprint=_text(row["fingerprint"]),
-            tokens=_json(_text(row["tokens"]) or "{}", BATCHES),
+            tokens=_tokens(_text(row["tokens"]) or "{}"),
             rng=self._rng.after_fetch(step, k) or None,
             skeleton=skeleton,
             tensors=tensors,
@@ -352,6 +363,20 @@ def _ids(micro: MicroBatch) -> str | None:
     return None if micro.sample_ids is None else json.dumps(list(micro.sample_ids))
 
 
+def _sample_ids(text: str) -> tuple[int | str, ...]:
+    ids = _json(text, BATCHES)
+    if not isinstance(ids, list) or not all(isinstance(item, (int, str)) for item in ids):
+        raise CapsuleError(f"{BATCHES} holds sample ids that are no list of numbers and words")
+    return tuple(ids)
+
+
+def _tokens(text: str) -> Any:
+    statistics = _json(text, BATCHES)
+    if statistics is not None and not isinstance(statistics, dict):
+        raise CapsuleError(f"{BATCHES} holds token statistics that are no object")
+    return statistics
+
+
 def _json(text: str, where: object) -> Any:
     try:
         return untrusted.parse_json(text)
@@ -364,7 +389,11 @@ def _text(value: Any) -> str | None:
 
 
 def _optional(value: Any) -> int | None:
-    return None if value is None or value != value else int(value)
+    if value is None or value != value:
+        return None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise CapsuleError(f"{BATCHES} holds {value!r:.40} where a whole number belongs")
+    return int(value)
 
 
 def _float(value: Any, path: Path) -> float:

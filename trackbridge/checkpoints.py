@@ -2,13 +2,13 @@
 
 A checkpoint is known from `run.checkpoint_saved`. It is clean if, in the life it was saved in, nothing had begun to go wrong by
 then: no precursor of an anomaly (its onset, its first mover, a drift under way), and no non-finite value that reached the
-weights.
+weights. A life begins with a process, and where one went back to an earlier step. What says nothing of the weights (slow steps,
+growing memory, a stall, a plateau) taints no checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ RECENT = 10
 """Non-finite values within this many steps before a checkpoint make it suspect."""
 SETTLED = 16
 """A lasting new level counts as settled this many steps after it was told."""
+_NOT_OF_WEIGHTS = ("throughput", "memory", "stall", "plateau")
+_MACHINE = ("perf/", "mem/", "host/", "trackbridge/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ def rollback(run: str | Path, *, step: int | None = None) -> Rollback:
     `step` says which anomaly to go back from (its onset, or where it was detected); default: the newest that did not recover,
     else the most severe. Raises `ReferenceNotFoundError` if there is no such run, or no such anomaly.
     """
-    life = Life.read(find(run))
-    anomaly = life.subject(step)
-    precursor = None if anomaly is None else life.precursor(anomaly)
+    lives = Lives.read(find(run))
+    anomaly = lives.subject(step)
+    precursor = None if anomaly is None else lives.precursor(anomaly)
     rejected: list[Rejected] = []
-    for saved in sorted(life.checkpoints, key=lambda s: (s.attempt, s.step), reverse=True):
-        why = life.fault(saved)
+    for saved in sorted(lives.checkpoints, key=lives.order, reverse=True):
+        why = lives.fault(saved)
         if why is None:
             return Rollback(anomaly, precursor, saved, tuple(rejected))
         rejected.append(Rejected(saved, why))
@@ -78,56 +80,72 @@ def rollback(run: str | Path, *, step: int | None = None) -> Rollback:
 
 def saved_checkpoints(directory: RunDirectory) -> list[Saved]:
     """Every checkpoint that `run.checkpoint_saved` told of, in order; of a path written twice the newer."""
-    return Life.read(directory, rows=False).checkpoints
+    return Lives.read(directory, rows=False).checkpoints
 
 
-class Life:
+class Lives:
     """What a run's leader wrote down that decides about checkpoints."""
 
-    def __init__(self, starts: Sequence[int]) -> None:
-        self.starts = list(starts)  # first step of each attempt
+    def __init__(self) -> None:
+        self.starts: list[int] = []  # first step of each life
         self.checkpoints: list[Saved] = []
-        self.anomalies: list[Anomaly] = []
-        self._bad: dict[tuple[int, int], str] = {}  # (attempt, step): what was not finite and reached the weights
+        self.anomalies: list[Anomaly] = []  # those that say something of the weights
+        self._lives: dict[str | Path, int] = {}  # of each anomaly by id, and of each checkpoint by path
+        self._bad: dict[tuple[int, int], str] = {}  # (life, step): what was not finite and reached the weights
         self._lost: set[tuple[int, int]] = set()  # steps whose loss was not finite
 
     @classmethod
-    def read(cls, directory: RunDirectory, *, rows: bool = True) -> Life:
-        attempts = directory.read().attempts
-        life = cls([attempt.start_step for attempt in sorted(attempts, key=lambda a: a.number)])
+    def read(cls, directory: RunDirectory, *, rows: bool = True) -> Lives:
+        found = cls()
         saved: dict[Path, Saved] = {}
         latest: dict[str, Anomaly] = {}
-        attempt, skipped = 0, 0.0
+        before: tuple[int, int] | None = None  # (attempt, step) of the newest row
+        newest: dict[int, int] = {}  # life of each attempt
+        skipped = 0.0
         reader = JournalReader(directory.rows(min(directory.ranks(), default=0)), kinds={Row, Params, Anomaly})
         while records := reader.read(limit=4096):
             for record in records:
                 if isinstance(record, Row) and record.kind == "step":
-                    attempt = record.attempt
+                    if before is None or record.attempt != before[0] or record.step <= before[1]:
+                        found.starts.append(record.step)
+                        newest[record.attempt] = found._life
                     now = record.get("optim/skipped") or 0.0
                     if rows:
-                        life._note(record, held=now > skipped)
-                    skipped = now
+                        found._note(record, held=now > (skipped if before and before[0] == record.attempt else 0.0))
+                    before, skipped = (record.attempt, record.step), now
                 elif isinstance(record, Anomaly):
-                    latest[record.id] = record
+                    if record.kind not in _NOT_OF_WEIGHTS and not record.series.startswith(_MACHINE):
+                        latest[record.id] = record
+                        found._lives.setdefault(record.id, newest.get(record.attempt, found._life))
                 elif isinstance(record, Params) and isinstance(record.values.get("checkpoint"), dict):
                     told = record.values["checkpoint"]
                     path = Path(str(told["path"]))
                     saved.pop(path, None)
-                    saved[path] = Saved(path, int(told["step"]), attempt)
-        life.checkpoints = list(saved.values())
-        life.anomalies = sorted(latest.values(), key=lambda anomaly: (anomaly.onset, anomaly.step))
-        return life
+                    saved[path] = Saved(path, int(told["step"]), before[0] if before else 0)
+                    found._lives[path] = found._life
+        found.checkpoints = list(saved.values())
+        found.anomalies = sorted(latest.values(), key=lambda anomaly: (anomaly.onset, anomaly.step))
+        return found
+
+    def order(self, saved: Saved) -> tuple[int, int]:
+        """What is later is newer, even where it is an earlier step."""
+        return self._lives[saved.path], saved.step
+
+    @property
+    def _life(self) -> int:
+        """The one under way."""
+        return max(len(self.starts) - 1, 0)
 
     def _note(self, row: Row, *, held: bool) -> None:
         if not all(map(math.isfinite, (row.get("train/loss") or 0.0, row.get("param/norm") or 0.0))):
-            self._lost.add((row.attempt, row.step))
+            self._lost.add((self._life, row.step))
         if held:
             return  # the update was left out: nothing reached the weights
         for name, value in row.items():
             if is_wide(name) or not name.startswith(("train/loss", "grad/", "param/")):
                 continue
             if not math.isfinite(value) or (name == "grad/nonfinite" and value > 0):
-                self._bad[row.attempt, row.step] = name
+                self._bad[self._life, row.step] = name
                 return
 
     def subject(self, step: int | None) -> Anomaly | None:
@@ -148,7 +166,7 @@ class Life:
         signs = [(anomaly.series, anomaly.onset), *([anomaly.first_mover] if anomaly.first_mover else []), *anomaly.cascade]
         first = min(signs, key=lambda sign: sign[1])
         for drift in self.anomalies:
-            if drift.kind == "drift" and drift.id != anomaly.id and drift.attempt == anomaly.attempt:
+            if drift.kind == "drift" and drift.id != anomaly.id and self._lives[drift.id] == self._lives[anomaly.id]:
                 over = math.inf if drift.recovered_after is None else drift.onset + drift.recovered_after
                 if drift.onset < first[1] <= over:
                     first = (drift.series, drift.onset)
@@ -158,26 +176,24 @@ class Life:
         """Why `saved` is not clean, None if it is."""
         if not saved.path.exists():
             return "is not on this disk"
+        life = self._lives[saved.path]
         for anomaly in self.anomalies:
             series, first = self.precursor(anomaly)
-            if saved.step > first and self._led_to(saved, anomaly.attempt, first) and saved.step <= self._over(anomaly):
+            if saved.step > first and self._led_to(life, self._lives[anomaly.id], first) and saved.step <= self._over(anomaly):
                 sign = f"after {series} began to move at step {first}"
                 until = "" if anomaly.recovered_after is None else f", over at step {anomaly.onset + anomaly.recovered_after}"
                 return f"was saved {sign}: {anomaly.kind} in {anomaly.series} at step {anomaly.onset}{until}"
         for step in range(saved.step - 1, saved.step - 1 - RECENT, -1):
-            name = self._bad.get((saved.attempt, step))
+            name = self._bad.get((life, step))
             if name is not None:
                 return f"was saved {saved.step - step} step(s) after {name} was not finite (step {step})"
-        if (saved.attempt, saved.step) in self._lost:
+        if (life, saved.step) in self._lost:
             return f"gave a loss that was not finite in the very next step ({saved.step})"
         return None
 
-    def _led_to(self, saved: Saved, attempt: int, step: int) -> bool:
-        """Whether `step` of `attempt` is among the steps that made the state of `saved`."""
-        return attempt <= saved.attempt and all(self._start(later) > step for later in range(attempt + 1, saved.attempt + 1))
-
-    def _start(self, attempt: int) -> int:
-        return self.starts[attempt] if attempt < len(self.starts) else 0
+    def _led_to(self, life: int, earlier: int, step: int) -> bool:
+        """Whether `step` of the life `earlier` is among the steps that made what was saved in `life`."""
+        return earlier <= life and all(start > step for start in self.starts[earlier + 1 : life + 1])
 
     @staticmethod
     def _over(anomaly: Anomaly) -> float:

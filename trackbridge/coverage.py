@@ -62,24 +62,30 @@ def gather(
     Of a step that was run twice in one attempt the newer one counts. Raises `CapsuleError` if nothing is left to seal.
     """
     ranks = directory.ranks()
-    kept = [step for rank in ranks for step in snapshots(directory, rank, anomaly.attempt)[0] if step <= anomaly.onset]
     usable = _usable(checkpoints or {}, anomaly, recorder)
-    steps = range(min([_wanted(anomaly, recorder), *kept, *usable]), anomaly.step + recorder.after + 1)
+    wanted, end = _wanted(anomaly, recorder), anomaly.step + recorder.after + 1
+    early = ([step for step in steps if step <= wanted] for steps in (_shared(directory, ranks, anomaly), usable))
+    starts = [max(steps) for steps in early if steps]  # a window that is whole from an older one is whole from this one
+    rings = {rank: read_contexts(directory, rank, anomaly.attempt, range(min([wanted, *starts]), end)) for rank in ranks}
+    held = [ring for ring, _ in rings.values() if ring]
+    # From a start that the rings do not reach back to nothing can be replayed: its rows may be those of the whole run.
+    first = min([wanted, *(start for start in starts if held and all(start in ring for ring in held))])
     records = []
-    for rank in ranks:
-        rows = read_rows(directory, rank, anomaly.attempt, steps)
-        reader = JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps)
-        contexts = {
-            context.step: context
-            for context in reader.read()
-            if isinstance(context, StepContext) and context.attempt == anomaly.attempt
-        }
+    for rank, (contexts, damage) in rings.items():
+        rows = read_rows(directory, rank, anomaly.attempt, range(first, end))
         if rows:
-            records.append(RankRecord(rank, rows, contexts, str(reader.damage) if reader.damage else None))
+            records.append(RankRecord(rank, rows, contexts, damage))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records, usable)
     return window, [record.clip(window) for record in records]
+
+
+def read_contexts(directory: RunDirectory, rank: int, attempt: int, steps: range) -> tuple[dict[int, StepContext], str | None]:
+    """(the step contexts of one attempt by step, damage of their journal in words)."""
+    reader = JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps)
+    found = {c.step: c for c in reader.read() if isinstance(c, StepContext) and c.attempt == attempt}
+    return found, str(reader.damage) if reader.damage else None
 
 
 def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> dict[int, Row]:
@@ -138,6 +144,12 @@ def choose(
         if whole(start):
             return Window(start, last, why_no_snapshot=why, checkpoint=checkpoints[start])
     return Window(max(wanted, recorded[0]), last, why_no_snapshot=why)
+
+
+def _shared(directory: RunDirectory, ranks: Iterable[int], anomaly: Anomaly) -> set[int]:
+    """Steps of which every rank that has snapshots has one."""
+    kept = [set(found) for rank in ranks if (found := snapshots(directory, rank, anomaly.attempt)[0])]
+    return set.intersection(*kept) if kept else set()
 
 
 def _usable(checkpoints: Mapping[int, Path], anomaly: Anomaly, recorder: RecorderConfig) -> dict[int, Path]:

@@ -1,7 +1,7 @@
 """Diagnoses anomalies that get no capsule of their own: slow ones, neighbours in another's window, those past the budget.
 
 Like sealing it is done by a child process (``python -m trackbridge.explain``), so that reading the journal and weighing the
-rules takes nothing from training. The answers come back through `tell`.
+rules takes nothing from training: one at a time, in turn with sealing. The answers come back through `tell`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,20 +39,24 @@ class _Open:
 
 
 class Explainer:
-    """`consider`, `advance` and `finish` are for one thread; ``tell(id, hypotheses)`` is called on another one."""
+    """`consider`, `advance` and `finish` are for one thread; ``tell(id, hypotheses)`` is called on another, where `run` has
+    jobs done one after the other. `sync` brings the record to the disk."""
 
     def __init__(
         self,
         directory: RunDirectory,
         after: int,
         tell: Callable[[str, tuple[Hypothesis, ...]], None],
-        sync: Callable[[], None] = lambda: None,
+        sync: Callable[[], None],
+        run: Callable[[Callable[[], None]], None],
     ) -> None:
         self._directory = directory
         self._after = after
         self._tell = tell
         self._sync = sync
+        self._run = run
         self._open: list[_Open] = []
+        self._waiting: deque[_Open] = deque()
         self._child: subprocess.Popen[str] | None = None
 
     def consider(self, anomaly: Anomaly) -> None:
@@ -69,8 +74,9 @@ class Explainer:
         deadline = time.monotonic() + timeout
         self._ask([one for one in self._open if not one.asked])
         done = all(one.done.wait(max(deadline - time.monotonic(), 0)) for one in self._open)
-        if not done and self._child is not None:
-            self._child.kill()
+        child = self._child  # the worker forgets it when it is done
+        if not done and child is not None:
+            child.kill()
         return done
 
     def _ask(self, due: list[_Open]) -> None:
@@ -78,9 +84,16 @@ class Explainer:
             self._sync()
             for one in due:
                 one.asked = True
-            threading.Thread(target=self._explain, args=(due,), name="trackbridge-explainer", daemon=True).start()
+            self._waiting.extend(due)
+            self._run(self._explain)
 
-    def _explain(self, due: list[_Open]) -> None:
+    def _explain(self) -> None:
+        """All that wait, in one child: its imports cost more than its work."""
+        due = []
+        while self._waiting:
+            due.append(self._waiting.popleft())
+        if not due:
+            return
         try:
             command = [sys.executable, "-m", "trackbridge.explain", str(self._directory.path), *(one.anomaly.id for one in due)]
             for line in self._child_says(command).splitlines():
@@ -94,17 +107,19 @@ class Explainer:
 
     def _child_says(self, command: list[str]) -> str:
         """Run the child, in its own session; it imports nothing from the folder we run in."""
-        self._child = subprocess.Popen(
+        child = self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True, env={**os.environ, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         try:
-            said, complaints = self._child.communicate(timeout=EXPLAIN_SECONDS)
+            said, complaints = child.communicate(timeout=EXPLAIN_SECONDS)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.communicate()
+            child.kill()
+            child.communicate()
             raise
-        if self._child.returncode:
+        finally:
+            self._child = None
+        if child.returncode:
             lines = complaints.strip().splitlines() or ["the process was ended"]
             raise subprocess.SubprocessError(lines[-1])
         return said

@@ -18,6 +18,7 @@ from trackbridge import plugins, untrusted
 from trackbridge.backends import folders, held
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
+from trackbridge.rundir import alone, lock
 
 LOCAL = "local"
 FORMS = (
@@ -94,7 +95,7 @@ def _arrive(folder: Path, what: str, bring: Callable[[Path], Path], max_bytes: i
             try:
                 arrived = bring(own)
                 capsules.load(arrived, max_bytes=max_bytes)
-                with _alone(folder):
+                with alone(folder):
                     return _placed(arrived, folder / arrived.name, max_bytes)
             except BaseException as error:
                 if not isinstance(error, (CapsuleError, ReferenceNotFoundError, UsageError)) and any(own.rglob("*.*")):
@@ -122,40 +123,22 @@ def _placed(arrived: Path, target: Path, max_bytes: int) -> SpikeCapsule:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(lock, wait=True)
-        yield
-    finally:
-        os.close(lock)
-
-
-@contextmanager
 def _locked(quarantine: Path) -> Iterator[Path]:
     """The folder `quarantine`, this process' alone; a fresh one while another pulls the same."""
     quarantine.mkdir(exist_ok=True)
-    lock = os.open(quarantine, os.O_RDONLY)
+    descriptor = os.open(quarantine, os.O_RDONLY)
     try:
-        if not _lock(lock):
-            quarantine = quarantine.with_name(f"{quarantine.name}-{uuid.uuid4().hex}")
-            quarantine.mkdir()
-        yield quarantine
+        if lock(descriptor):
+            yield quarantine
+        else:
+            own = quarantine.with_name(f"{quarantine.name}-{uuid.uuid4().hex}")
+            own.mkdir()
+            try:
+                yield own
+            finally:
+                shutil.rmtree(own, ignore_errors=True)  # nobody would go on from here
     finally:
-        os.close(lock)
-
-
-def _lock(folder: int, *, wait: bool = False) -> bool:
-    try:
-        import fcntl
-
-        fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except ImportError:  # pragma: no cover - no locks on this system: two pulls of one capsule at a time are on their own
-        return True
-    except OSError:
-        return False
-    return True
+        os.close(descriptor)
 
 
 def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:

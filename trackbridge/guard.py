@@ -72,7 +72,7 @@ class Guard:
         self._calls = 0
         self._calm = 0  # steps in a row that were not flagged
         self._group: Any = None
-        self._flag: Tensor | None = None
+        self._flags: dict[int, Tensor] = {}  # of the next update, by optimizer
         self._late: deque[tuple[Tensor, Any]] = deque()
         self._hooked: dict[int, Any] = {}
 
@@ -153,7 +153,7 @@ class Guard:
                 torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
             self._late.append(_sent(torch.stack([*given, bad])))
             flag = torch.zeros_like(bad) if self._config.action == "warn" else bad
-        self._flag = flag
+        self._flags[id(optimizer)] = flag
         self._tell(DROPPED, flag)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
         self._hook(optimizer)
@@ -178,12 +178,12 @@ class Guard:
             return
 
         def join(it: Any, *_: Any) -> None:
-            theirs, flag = getattr(it, "found_inf", None), self._flag
+            theirs, flag = getattr(it, "found_inf", None), self._flags.get(id(it))
             if flag is not None and theirs is not None and theirs is not flag:
                 it.found_inf = torch.maximum(theirs.float(), flag.to(theirs.device))
 
         def leave(it: Any, *_: Any) -> None:
-            flag, self._flag = self._flag, None
+            flag = self._flags.pop(id(it), None)
             if flag is not None and getattr(it, "found_inf", None) is flag:
                 del it.found_inf
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,31 @@ def write_atomic(path: Path, data: bytes) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     temporary.replace(path)
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file or folder for this process, until it is closed. False if another has it, or locks are not to be had
+    there."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except ImportError:  # pragma: no cover - no locks on this system: two processes at a time are on their own
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """In `folder` one process at a time."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def dumps(value: Any) -> str:

@@ -60,8 +60,7 @@ def seal(run_dir: str | Path, anomaly_id: str, *, wait: float = 0.0) -> Path:
     world = coverage.world_size(file, anomaly.attempt)
     if world > 1 and wait:
         attendance.wait_for(directory, destination.name, anomaly.attempt, anomaly.step + recorder.after, wait)
-    known = {saved.step: saved.path for saved in checkpoints.saved_checkpoints(directory) if saved.attempt <= anomaly.attempt}
-    window, records = coverage.gather(directory, anomaly, recorder, known)
+    window, records = coverage.gather(directory, anomaly, recorder, _checkpoints(directory, file, anomaly))
     anomaly = anomaly.updated(capsule=destination.relative_to(directory.path).as_posix())
     anomaly = _diagnosed(directory, anomaly)
     manifest = _manifest(directory, file, anomaly, recorder, window, records)
@@ -83,6 +82,17 @@ def seal(run_dir: str | Path, anomaly_id: str, *, wait: float = 0.0) -> Path:
         if destination.exists():  # the trainer's child and the shipper may both have tried
             return destination
         raise
+
+
+def _checkpoints(directory: RunDirectory, file: RunFile, anomaly: Anomaly) -> dict[int, Path]:
+    """The user's own checkpoints by the step after them: those of the anomaly's attempt, and what that may have gone on from. A
+    later one of an earlier attempt is of a training that was left behind."""
+    start = next((life.start_step for life in file.attempts if life.number == anomaly.attempt), 0)
+    return {
+        saved.step: saved.path
+        for saved in checkpoints.saved_checkpoints(directory)
+        if saved.attempt == anomaly.attempt or (saved.attempt < anomaly.attempt and saved.step <= start)
+    }
 
 
 def _more_ranks(directory: RunDirectory, destination: Path) -> bool:

@@ -84,6 +84,7 @@ class _Capsule:
     last: int
     kept: Kept
     asked: bool = False
+    sealed: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -129,7 +130,8 @@ class Sealer:
             self._only_explain(anomaly)
             shared.kept.severity = max(shared.kept.severity, anomaly.severity)
             return anomaly.updated(capsule=shared.kept.path)
-        refused = self._allowance.make_room(anomaly, self._remove)
+        gone: list[Kept] = []
+        refused = self._allowance.make_room(anomaly, gone.append)
         if refused is not None:
             self._only_explain(anomaly)
             return anomaly.updated(notes=(*anomaly.notes, refused))
@@ -140,6 +142,8 @@ class Sealer:
         self._pins.pin(kept.name, first, anomaly.onset, last)
         if self._notices is not None:
             self._notices.tell({"pin": kept.name, "first": first, "onset": anomaly.onset, "last": last, "step": anomaly.step})
+        for each in gone:  # only now: the new one may need the same snapshot
+            self._remove(each)
         return anomaly
 
     def _gave_up(self, tell: Callable[[str, Anomaly, str], None], path: str, anomaly: Anomaly, why: str) -> None:
@@ -198,8 +202,9 @@ class Sealer:
         asked = [capsule for capsule in self._capsules if capsule.asked]
         done = all(capsule.done.wait(max(deadline - time.monotonic(), 0)) for capsule in asked)
         self._giving_up = True
-        if not done and self._child is not None:
-            self._child.kill()
+        child = self._child  # the worker forgets it when it is done
+        if not done and child is not None:
+            child.kill()
         explained = self._explainer is None or self._explainer.finish(max(deadline - time.monotonic(), 0))
         return done and explained
 
@@ -236,8 +241,15 @@ class Sealer:
 
     def _remove(self, kept: Kept) -> None:
         self._pins.release(kept.name)
-        idle = all(capsule.done.is_set() or not capsule.open for capsule in self._capsules)
-        self._pins.run(lambda: self._allowance.remove(kept, self._directory, snapshots=idle))
+        if self._notices is not None:
+            self._notices.tell({"release": kept.name})
+        self._pins.run(lambda: self._allowance.remove(kept, self._directory))
+        self._pins.run(self._sweep)
+
+    def _sweep(self) -> None:
+        """What was pinned for capsules that gave way is of no use any more; worker thread."""
+        if self.given_up and all(capsule.sealed or capsule.kept.given_up for capsule in tuple(self._capsules)):
+            self._allowance.sweep(self._directory)
 
     def _seal(self) -> None:
         """Seal everything that waits, in one child: its imports cost more than its work."""
@@ -259,9 +271,11 @@ class Sealer:
         finally:
             for name, capsule in capsules.items():
                 self._pins.release(capsule.kept.name)
+                capsule.sealed = name in sealed
                 self._allowance.weigh(capsule.kept, self._directory)
                 self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
                 capsule.done.set()
+        self._sweep()
 
     def _child_says(self, command: list[str]) -> tuple[str, str]:
         """Run the child. It has its own session: Ctrl-C is the trainer's; and it imports nothing from the folder we run in."""
@@ -334,6 +348,8 @@ class Follower:
                 self._pins.pin(message["pin"], message["first"], message["onset"], message["last"])
                 self._asked(message["step"])
                 self._pins.sync()
+            if "release" in message:  # given up
+                self._pins.release(message["release"])
             self._last = self._last or "last" in message
         for name in self._pins.held():  # on a disk that is the leader's too
             if (self._directory.capsules / name).exists():
@@ -359,7 +375,7 @@ def sealing(
         notices = Notices(private(store), f"{run.run_id}/{run.attempt}", run.rank, run.world_size)
     if run.rank and notices is not None:
         return Follower(directory, pins, notices, to.ask_histograms)
-    explainer = Explainer(directory, config.after, to.explained, pins.sync)
+    explainer = Explainer(directory, config.after, to.explained, pins.sync, pins.run)
     return Sealer(directory, config, pins, to.sealed, to.gave_up, notices, explainer)
 
 

@@ -36,18 +36,23 @@ TOTAL_BYTES = 16 * GiB
 SUFFIXES = frozenset({".json", ".parquet", ".safetensors", ".md", ".html", ".png"})
 
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STRING = re.compile(r'"[^"]*"?')
 _BRACKETS = re.compile(r"[\[\]{}]")
 
 
 def check_path(path: str) -> None:
     """Refuse a relative path that could leave its folder, hide, or mean different things on different systems."""
     parts = path.split("/")
-    if len(path) > 512 or len(parts) > 8 or not all(_PART.fullmatch(part) and not part.endswith(".") for part in parts):
+    if len(path) > 512 or len(parts) > 8 or not all(map(is_name, parts)):
         raise CapsuleError(f"unsafe path in the manifest: {path[:120]!r}")
     suffix = "." + parts[-1].rpartition(".")[2]
     if suffix not in SUFFIXES:
         raise CapsuleError(f"{path[:120]!r} is of a kind that does not belong in a capsule ({', '.join(sorted(SUFFIXES))} do)")
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can be one part of such a path."""
+    return _PART.fullmatch(text) is not None and not text.endswith(".")
 
 
 def regular_file(path: Path) -> int:
@@ -109,7 +114,8 @@ def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
 def parse_json(text: str) -> Any:
     """Strict JSON from a string. Raises ValueError."""
     depth = deepest = 0
-    for bracket in _BRACKETS.findall(_STRING.sub("", text)):
+    # Escapes go first, so that no pattern has to try again from inside a string that never ends: the time is that of reading.
+    for bracket in _BRACKETS.findall(_STRING.sub("", text.replace("\\\\", "").replace('\\"', ""))):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > JSON_DEPTH:

@@ -107,7 +107,10 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
     from trackbridge.replay.guilty import skip_plan
 
     found = skip_plan(capsule)
-    found.save(path)
+    try:
+        found.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write --plan {path}: {error.strerror or error}; choose another file") from None
     say = console(stderr=True)
     say.print(f"{len(found.skips)} batch(es) in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})")
 

@@ -37,7 +37,7 @@ def rollback(
     else:
         out = console()
         if found.anomaly is None:
-            out.print("no anomaly: the newest checkpoint is as good as any")
+            out.print("no anomaly that says anything of the weights")
         else:
             out.print(plain(anomaly_line(found.anomaly)))
         if found.precursor is not None:

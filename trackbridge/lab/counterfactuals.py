@@ -63,7 +63,7 @@ class CounterfactualReport(Found):
     """The ranked table of `trackbridge.replay.what_if`. `tries` are in order of rank, then those that did not run.
 
     `verdict` is that of the plain replay of the same window, whose loss is the curve `RERUN`: counterfactuals are only as good
-    as that replay is, and `caution` says so in a sentence where it is not "exact" or "within-noise" (None otherwise).
+    as that replay is, and `caution` says so in a sentence where it is not "exact" or "within-noise", or no longer (else None).
     `guilty` are the steps whose batches are suspected, the first of them being where changes are aimed at.
     """
 

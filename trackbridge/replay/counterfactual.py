@@ -19,7 +19,7 @@ from trackbridge.names import is_wide
 from trackbridge.ranks import Ranks
 from trackbridge.records import Anomaly
 from trackbridge.replay import settings
-from trackbridge.replay.compare import LOSS
+from trackbridge.replay.compare import LOSS, compare
 from trackbridge.replay.engine import Replay, this_rank
 from trackbridge.replay.feed import Incomplete
 from trackbridge.replay.guilty import guilty_steps
@@ -113,7 +113,7 @@ def what_if(
         last_step=capsule.span[1],
         guilty=guilty,
         verdict=replay.verdict,
-        caution=_caution(replay, plain),
+        caution=_caution(replay, plain, lab.left_at),
         trend=judge.trend,
         rerun=plain,
         tries=ranked(found),
@@ -161,6 +161,7 @@ class _Lab:
         self._count = count
         self._done = 0
         self._on_step = on_step
+        self.left_at: int | None = None  # the first step at which the rerun is not the record
 
     def run(self, asked: Asked, tests: tuple[str, ...]) -> Try:
         capsule = self._judge.capsule
@@ -180,9 +181,15 @@ class _Lab:
         except (TrackbridgeError, torch.OutOfMemoryError) as error:
             outcome, reason = "failed", " ".join(str(error).split())
         else:
+            if asked.text == RERUN:
+                self.left_at = self._left(history)
             return self._judged(asked.text, trial, tests, _curve(history, norm), time.monotonic() - began)
         seconds = time.monotonic() - began
         return Try(name=asked.text, what=trial.what, tests=tests, outcome=outcome, reason=reason, seconds=seconds)
+
+    def _left(self, history: dict[int, Ran]) -> int | None:
+        record, first = self.replay.record, min(history)
+        return next((s for s in sorted(history) if compare(record[s], history[s].seen, first=s == first)[1]), None)
 
     def _judged(self, name: str, trial: Trial, tests: tuple[str, ...], curve: Curve, seconds: float) -> Try:
         judge = self._judge
@@ -238,7 +245,7 @@ def _known(intervention: str) -> bool:
     return match is not None and match["name"] in plugins.available(GROUP)
 
 
-def _caution(replay: ReplayReport, plain: Try) -> str | None:
+def _caution(replay: ReplayReport, plain: Try, left_at: int | None) -> str | None:
     if plain.outcome == "prevented":
         return (
             "The anomaly did not come back when the window was run again without any change: what caused it was not in the "
@@ -246,4 +253,9 @@ def _caution(replay: ReplayReport, plain: Try) -> str | None:
         )
     if replay.verdict == "not-reproduced":
         return f"The replay does not reproduce the record ({replay.reason}): read the table below with care"
+    if replay.verdict == "exact" and left_at is not None:
+        return (
+            f"The replay was exact, but the rerun below leaves the record at step {left_at}: the code or the machine is not "
+            "what it was then, or noise is rare; replay it again before you trust the table"
+        )
     return None

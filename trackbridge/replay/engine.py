@@ -106,9 +106,9 @@ class Replay:
         self._on_step = on_step
         self._states: RngStates = capsule.rng_states(source)
         self._batches = capsule.micro_batches(source)
-        recorded = {**capsule.settings.get("parameters", {}), "histograms_every": 0}  # nothing to compare them with
-        self._parameters = ParametersConfig.model_validate(recorded)
-        self._activations = ActivationsConfig.model_validate(capsule.settings.get("activations", {}))
+        recorded = capsule.section("parameters", ParametersConfig)
+        self._parameters = recorded.model_copy(update={"histograms_every": 0})  # nothing to compare them with
+        self._activations = capsule.section("activations", ActivationsConfig)
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._used_deterministic = False
 
@@ -127,7 +127,7 @@ class Replay:
                 raise Incomplete(f"step {step} has no recorded row to compare with")
             if not self._states.before(step):
                 raise Incomplete(f"the random state before step {step} was not recorded")
-            if not self._batches.get(step):
+            if step not in self._batches:
                 raise Incomplete(f"no batch of step {step} was recorded: pass them through run.batches or run.step(batch=...)")
 
     def run(self, number: int, trial: Trial | None = None) -> dict[int, Ran]:
@@ -209,12 +209,8 @@ class Replay:
         with self.world.together(f"step {step} of the replay"):
             batches = micro_batches(step, self._batches[step], rebuilt)
             before = rng.restore(self._states.before(step), rebuilt.generators)
-        try:
-            with guard.as_recorded(self.record[step], rebuilt.optimizers):
-                loss = rebuilt.step(rebuilt.model, rebuilt.optimizer, batches, step)
-        except Exception as error:
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TrackbridgeError(f"the step function raised at step {step} of the replay: {words[:300]}") from error
+        with guard.as_recorded(self.record[step], rebuilt.optimizers):
+            loss = self._call(step, rebuilt, batches)
         rates.append(instruments.lr())
         slot = instruments.close(step)
         assert slot is not None, "a replay frees each slot before the next"

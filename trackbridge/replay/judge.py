@@ -61,6 +61,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
     floors: dict[str, float] = {}
     problems: dict[str, int] = {}
     no_loss: list[int] = []
+    unknown = 0  # steps after which the random state is not known
     for place, step in enumerate(sorted(histories[0])):
         recorded, runs = record[step], [history[step] for history in histories]
         results = [compare(recorded, ran.seen, first=place == 0) for ran in runs]
@@ -80,6 +81,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
         for ran in runs:
             if ran.rng_problem:
                 problems.setdefault(ran.rng_problem, step)
+        unknown += any(ran.rng_after is None for ran in runs)
         before_ok = not any(ran.rng_problem for ran in runs)
         after_ok = all(ran.rng_after is not False for ran in runs)
         steps.append(
@@ -97,7 +99,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
             )
         )
     first = None if left_at is None else blame(left_at, record[left_at], differences_from)
-    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss)
+    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss, unknown)
     floor, most = max(report.noise_ulp for report in steps), max(report.noise_max_ulp for report in steps)
     return Judgement(verdict, reason, tuple(steps), first, floor, most, missing)
 
@@ -108,6 +110,7 @@ def _verdict(
     within: bool,
     problems: Mapping[str, int],
     no_loss: Sequence[int],
+    unknown: int,
 ) -> tuple[Verdict, str, tuple[str, ...]]:
     moved = next((report.step for report in steps if report.rng == "differs after"), None)
     span = f"steps {steps[0].step} to {steps[-1].step}"
@@ -132,6 +135,8 @@ def _verdict(
         return "within-noise", reason, ()
     compared = sum(report.compared for report in steps)
     reason = f"all {compared} compared numbers of {span} are the recorded ones, bit for bit, and so is the random state"
+    if unknown:
+        reason += f" before each step; after {unknown} of the {len(steps)} steps the record does not know it"
     return "exact", reason, ()
 
 

@@ -35,7 +35,7 @@ class Judge:
         self.capsule = capsule
         self.anomaly: Anomaly = capsule.anomaly
         self._guilty = guilty
-        self._settings = DetectionConfig.model_validate(capsule.settings.get("detection", {}))
+        self._settings = capsule.section("detection", DetectionConfig)
         recorded = capsule.series(rank)
         self._record: Curve = {step: _judged(values) for step, values in recorded.items()}
         self._history: Curve = {step: _judged(values) for step, values in capsule.history.items()} if rank == 0 else {}
