@@ -71,9 +71,8 @@ REPORTS = [name for name in TEMPLATES if name != "workspace"]
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_report_is_made_fetched_back_and_updated(name: str, server: WandbServer, ref: str, tmp_path: Path) -> None:
-    import wandb_workspaces.reports.v2 as wr
-
     import wandb
+    import wandb_workspaces.reports.v2 as wr
 
     ask = (ref, "--template", name, "--dir", tmp_path)
     url = said(*ask)
@@ -142,9 +141,8 @@ def test_every_series_and_artifact_it_names_exists_in_the_run(
 
 
 def test_the_workspace_of_a_project(server: WandbServer, ref: str, tmp_path: Path) -> None:
-    import wandb_workspaces.workspaces as ws
-
     import wandb
+    import wandb_workspaces.workspaces as ws
 
     url = said(f"wandb:team/{PROJECT}", "--template", "workspace")
     (view,) = server.views.all.values()

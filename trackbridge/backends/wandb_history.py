@@ -61,6 +61,7 @@ def rows(where: str, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 def _run(where: str) -> Any:
     import wandb
+
     from trackbridge.backends.wandb_fetch import asked
 
     return asked(lambda: wandb.Api(timeout=30).run(where), f"run {where}")
