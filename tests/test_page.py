@@ -18,6 +18,7 @@ from tests.capsules import make
 from trackbridge import capsule as capsules
 from trackbridge import histograms
 from trackbridge.lab import CounterfactualReport, ReplayReport, Trend, Try
+from trackbridge.names import CATALOGUE, is_wide
 from trackbridge.records import Anomaly, Histograms, Hypothesis
 from trackbridge.reports import embed
 from trackbridge.reports.decimate import decimate, nonfinite_spans
@@ -25,6 +26,7 @@ from trackbridge.reports.embed import SeriesBlock
 from trackbridge.reports.embed_histograms import histogram_block
 from trackbridge.reports.markup import Table, markdown
 from trackbridge.reports.page import PageData, Spike, page
+from trackbridge.reports.page_data import STATISTICS
 from trackbridge.reports.spike import spike_page
 
 SPIKE = Anomaly(
@@ -177,7 +179,25 @@ def test_anomalies_are_marked_from_onset_to_their_end() -> None:
     late = SPIKE.updated(id="b", onset=200, step=205, recovered_after=None)
     data = block(page(made(marked=(late,))))
     assert [(mark["from"], mark["to"]) for mark in data["marks"]] == [(160, 162), (200, 205)]
+    assert [mark["rank"] for mark in data["marks"]] == [0, 1]
     assert data["subject"]["from"] == 160
+
+
+def test_every_statistic_of_the_catalogue_has_a_name_for_readers() -> None:
+    assert set(STATISTICS) == {metric.name for metric in CATALOGUE if is_wide(metric.name)}
+    steps = np.arange(3)
+    given = ("act/b/kurtosis", "layer/a/mine", "layer/a/grad_norm_local", "layer/a/grad_norm")
+    found = block(page(made(series={name: (steps, np.ones(3)) for name in given})))["statistics"]
+    assert list(found) == ["layer/grad_norm_local", "layer/grad_norm", "act/kurtosis", "layer/mine"]
+    assert found["layer/grad_norm"] == {"title": "gradient norm", "signed": False} and found["act/kurtosis"]["signed"]
+    assert found["layer/grad_norm_local"] == {"title": "gradient norm, this rank's shards", "signed": False}
+
+
+def test_a_page_that_follows_knows_whether_it_has_every_series() -> None:
+    steps = np.arange(3)
+    for name, complete in (("mine/accuracy", True), ("x" * 500, False)):
+        data = block(page(made(series={name: (steps, np.ones(3))}, live={"after": 7})))
+        assert data["live"] == {"after": 7, "complete": complete}
 
 
 # -- thinning
@@ -394,6 +414,7 @@ def test_the_policy_lets_only_the_pages_own_scripts_and_styles_run() -> None:
     html = page(made())
     (policy,) = [a["content"] or "" for tag, a in Elements(html).found if a.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src" not in policy
+    assert "base-uri 'none'" in policy and "form-action 'none'" in policy, "default-src does not cover them"
     assert not [a for _, a in Elements(html).found if "style" in a]
     assert "http://" not in re.sub(r"<script>.*?</script>", "", html, flags=re.S)
 

@@ -60,6 +60,18 @@ def test_an_artifact_counts_only_when_the_server_has_it(
     assert seqs(wandb_server, run) == [0, 1, 2, 4, 5, 6]
 
 
+def test_a_picture_that_cannot_be_shown_is_an_artifact_all_the_same(
+    wandb_server: WandbServer, connect: Connect, run: RunInfo
+) -> None:
+    backend = connect(run)
+    files = {"pictures/broken.png": b"\x89PNG\r\n\x1a\n" + bytes(40), "manifest.json": b"{}"}
+    deliver(backend, [*rows(range(2)), artifact(2, 1, run, "capsule", files)])
+    assert backend.close(end(3), timeout=30) == 3
+    collection = wandb_server.artifacts.collections[wandb_server.entity, run.project, "capsule"]
+    assert len(collection.versions) == 1, "and is not sent again"
+    assert seqs(wandb_server, run) == [0, 1]
+
+
 def test_an_artifact_that_is_gone_is_refused_and_the_rest_goes_on(
     wandb_server: WandbServer, connect: Connect, run: RunInfo
 ) -> None:

@@ -92,7 +92,12 @@ def ours(shoot: Callable[..., None], demo: Path, folder: Path) -> None:
 def theirs(shoot: Callable[..., None], demo: Path) -> None:
     """TensorBoard with our layout; MLflow's run page, and our page inside it."""
     with servers.tensorboard(demo) as url:
-        shoot("tensorboard", f"{url}/#custom_scalars", lambda tab: tab.wait_for_selector("path.line", state="attached"))
+
+        def whole(tab: Any) -> None:
+            tab.wait_for_selector("path.line", state="attached")
+            tab.get_by_text("Ignore outliers in chart scaling").click()  # or the spike is cut off
+
+        shoot("tensorboard", f"{url}/#custom_scalars&_smoothingWeight=0", whole)
     with sqlite3.connect(demo / "mlflow.db") as store:
         experiment, run = store.execute("select experiment_id, run_uuid from runs").fetchone()
     with servers.mlflow(demo) as url:

@@ -11,6 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import pytest
 
 from tests.browser.conftest import Opener
 from tests.recordings import NAMES, Trainer
+from tests.test_page import some_histograms
 from trackbridge.errors import UsageError
-from trackbridge.records import Row
+from trackbridge.records import Row, Schema
 from trackbridge.reports import live
+from trackbridge.reports import page as pages
 from trackbridge.reports.live import LiveRun
 from trackbridge.reports.server import LiveServer
 
@@ -42,7 +45,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 def losses(news: dict[str, Any]) -> dict[int, float]:
-    found = {}
+    found: dict[int, float] = {}
     for block in news["blocks"]:
         steps = np.frombuffer(base64.b64decode(block["steps"]), "<f8")
         values = np.frombuffer(base64.b64decode(block["values"]), "<f4").reshape(len(steps), -1)
@@ -110,6 +113,24 @@ def test_answers_and_memory_are_bounded(trainer: Trainer, monkeypatch: pytest.Mo
     trainer.train(200)
     assert run.news(at, at) == {"reload": True}, "what was forgotten is not left out in silence"
     assert run.news(10**9, 0) == {"reload": True}
+
+
+def test_what_loading_again_would_bring_is_told(trainer: Trainer) -> None:
+    clock = Clock()
+    run = LiveRun(trainer.directory.path, clock)
+    run.page()
+    built = at = run._reader.position
+    trainer.train(5)
+    assert run.news(at, at)["page"] == built, "the page is kept for a while"
+    clock.now += live.LEAST_AGE + 1
+    assert run.news(at, at)["page"] == built + 5
+
+
+def test_numbers_are_those_of_the_page(trainer: Trainer) -> None:
+    run = LiveRun(trainer.directory.path, Clock())
+    at = run._reader.position
+    trainer.train(1, 1e300)
+    assert list(losses(run.news(at, at)).values()) == [float(np.finfo(np.float32).max)], "not an infinity"
 
 
 # -- the server
@@ -188,6 +209,65 @@ def test_the_page_grows_with_the_run_and_stops_with_it(watch: Opener, trainer: T
     tab.wait_for_timeout(1500)
     assert len(watched.asked) == asked, "a run that has ended is not asked about"
     assert watched.said == [] and watched.outside == []
+
+
+def test_who_uses_the_page_is_not_disturbed_by_what_comes(watch: Opener, trainer: Trainer, server: LiveServer) -> None:
+    for record in some_histograms(4, 1):
+        trainer.writer.append(replace(record, names=("layer/head.weight/weight",)))
+    trainer.train(1)
+    tab = watch().open(server.url)
+    tab.locator("#layers").scroll_into_view_if_needed()
+    tab.locator("#histogram-step").fill("1")
+    reading = tab.locator("#histogram-reading").inner_text()
+    for where in ("#step", "#histogram-step", "#heatmap button", "#zooms button"):
+        handle = tab.locator(where).first.element_handle()
+        handle.focus()
+        trainer.train(3)
+        tab.wait_for_selector(f"#step[max='{trainer.step - 1}']", state="attached")
+        assert handle.evaluate("at => at.isConnected && document.activeElement === at"), "the focus stays where it is"
+    assert tab.locator("#histogram-reading").inner_text() == reading
+    told = tab.locator("#told").inner_text()
+    trainer.spike()
+    tab.wait_for_selector("h1:has-text('Spike in train/loss')")
+    assert tab.locator("#histogram-reading").inner_text() == reading, "not even by new words"
+    assert told == "" == tab.locator("#told").inner_text(), "nothing is read aloud at every step"
+
+
+def test_a_new_series_gets_a_chart(watch: Opener, trainer: Trainer, server: LiveServer) -> None:
+    tab = watch().open(server.url)
+    trainer.writer.append(Row(-1, 20, 1.7e9, 0, Schema(("train/loss", "mine/accuracy")), np.array([2.0, 0.5])))
+    trainer.writer.sync()
+    tab.locator("summary", has_text="Also recorded").wait_for()
+
+
+def test_a_series_that_the_page_has_no_room_for_is_no_reason_to_load_again(
+    watch: Opener, trainer: Trainer, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LEAST_AGE", 0.0)
+    monkeypatch.setattr(live, "BUILD_SHARE", 0)
+    odd = Schema((*NAMES.names, "x" * 500))
+    watched = watch()
+    trainer.writer.append(Row(-1, 20, 1.7e9, 0, odd, np.ones(4)))
+    tab = watched.open(server.url)
+    for step in range(21, 24):
+        trainer.writer.append(Row(-1, step, 1.7e9, 0, odd, np.ones(4)))
+        trainer.writer.sync()
+        tab.wait_for_selector(f"#step[max='{step}']")
+    assert watched.asked.count(server.url) == 1
+
+
+def test_what_a_tab_keeps_is_bounded(
+    watch: Opener, trainer: Trainer, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = pages._script().replace("ALL_LIVE_POINTS = 4e6", "ALL_LIVE_POINTS = 600")
+    monkeypatch.setattr(pages, "_script", lambda: script)
+    watched = watch()
+    tab = watched.open(server.url)
+    trainer.train(1, 7.0)
+    trainer.train(600)
+    tab.wait_for_selector("#step[max='620']")
+    values = watched.charts()[0][0]["values"]
+    assert len(values) <= 500 and max(values) == 7.0, "and the extremes stay"
 
 
 def test_it_asks_one_question_at_a_time_and_less_often_in_silence(watch: Opener, server: LiveServer) -> None:

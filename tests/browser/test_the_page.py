@@ -175,6 +175,16 @@ def test_two_steps_are_ranked_by_the_divergence_of_their_weights(watch: Opener, 
     assert list(shown.values()) == sorted(shown.values(), reverse=True)
 
 
+def test_a_run_without_layers_has_its_timeline(watch: Opener, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    file.write_text(page(made(series={"train/loss": (np.arange(220), np.linspace(3, 2, 220))})), encoding="utf-8")
+    watched = watch()
+    tab = watched.open(file.as_uri())
+    tab.locator("#charts canvas").wait_for()
+    assert not tab.locator("#heatmap").is_visible() and not tab.get_by_text("Layers that changed most").is_visible()
+    assert not tab.get_by_role("link", name="Layers").is_visible() and watched.said == []
+
+
 def test_words_and_tables_are_there_without_scripts(watch: Opener, run_file: str) -> None:
     watched = watch(java_script_enabled=False)
     watched.tab.goto(run_file)

@@ -76,8 +76,7 @@ class SeriesBlock:
         if len(kept) < len(values):
             self.decimated = max(self.decimated, len(values))
         spans = [list(span) for span in nonfinite_spans(steps, values, max(LEAST_SPANS, limit // 4))]
-        numbers = np.where(np.isfinite(kept), np.clip(kept, -_FLOAT32, _FLOAT32), np.nan).astype("<f4")
-        return [self._grid(kept_steps), base64_of(numbers), spans]
+        return [self._grid(kept_steps), base64_of(float32(kept)), spans]
 
     def _grid(self, steps: npt.NDArray[Any]) -> int:
         """The number of a steps array. Ascending steps are their first one and uint16 differences where those fit."""
@@ -93,6 +92,11 @@ class SeriesBlock:
             self._grids[key] = len(self._packed)
             self._packed.append(entry)
         return self._grids[key]
+
+
+def float32(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """`values` as a page has them: NaN where they are not finite; what float32 cannot hold is its largest number."""
+    return np.where(np.isfinite(values), np.clip(values, -_FLOAT32, _FLOAT32), np.nan).astype("<f4")
 
 
 def base64_of(array: npt.NDArray[Any]) -> str:

@@ -20,7 +20,7 @@ from trackbridge import history
 from trackbridge.journal import JournalReader, last_seq
 from trackbridge.records import Row
 from trackbridge.reports import page_sections
-from trackbridge.reports.embed import base64_of
+from trackbridge.reports.embed import base64_of, float32
 from trackbridge.reports.embed_histograms import histogram_block
 from trackbridge.reports.page import page
 from trackbridge.reports.page_data import marks, subject
@@ -74,16 +74,19 @@ class LiveRun:
 
     def news(self, after: int, changed: int) -> dict[str, Any]:
         """What a page that has everything up to the records `after` (rows) and `changed` (words) lacks: rows as blocks of one
-        schema, and, when anomalies, ends or histograms came, the sections with words. At most about `ANSWER_BYTES` of rows."""
+        schema, and, when anomalies, ends or histograms came, the sections with words. At most about `ANSWER_BYTES` of rows.
+        "page": the record up to which `page` would know the run now."""
         with self._lock:
             self._read()
             if after + 1 < self._first or after > self._reader.position:
                 return {"reload": True}
             rows = self._after(after)
             reached = rows[-1].seq if rows and rows[-1] is not self._held[-1] else self._reader.position
-            newest = self._changed
+            newest, last = self._changed, self._reader.position
         ended = self._ended(quiet=not rows)
-        answer: dict[str, Any] = {"after": reached, "changed": changed, "blocks": _blocks(rows), "ended": False}
+        held = self._page
+        fresh = last if held is None or self._stale(held) else held.after
+        answer: dict[str, Any] = {"after": reached, "changed": changed, "page": fresh, "blocks": _blocks(rows), "ended": False}
         if ended and newest == changed:
             newest += 1  # how it ended is news, too
         if newest > changed:
@@ -165,7 +168,7 @@ def _blocks(rows: list[Row]) -> list[dict[str, Any]]:
         {
             "names": list(group[0].schema.names),
             "steps": base64_of(np.array([row.step for row in group], "<f8")),
-            "values": base64_of(np.stack([row.values for row in group]).astype("<f4")),
+            "values": base64_of(float32(np.stack([row.values for row in group]))),
         }
         for group in groups
     ]

@@ -27,6 +27,7 @@ SCRIPTS = (
     "main",
 )  # fmt: skip
 STYLES = ("tokens", "layout", "parts")
+_NOWHERE = "base-uri 'none'; form-action 'none'"  # what ``default-src`` does not cover
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def page(data: PageData) -> str:
     payload, notes = page_data.payload(data)
     style, script = _style(), _script()
     connect = "; connect-src 'self'" if data.live else ""
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:{connect}"
+    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:{connect}; {_NOWHERE}"
     return "\n".join(
         [
             "<!doctype html>",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,23 @@ MARKS = 200
 OWN = "Also recorded"
 RECORDED = "recorded"
 CURVES = 8
+STATISTICS: Mapping[str, tuple[str, bool]] = {
+    "layer/<parameter>/grad_norm": ("gradient norm", False),
+    "layer/<parameter>/weight_norm": ("weight norm", False),
+    "act/<module>/kurtosis": ("activation kurtosis", True),
+    "layer/<parameter>/update_ratio": ("relative update", False),
+    "layer/<parameter>/grad_max": ("largest gradient element", False),
+    "act/<module>/max": ("largest activation", False),
+    "act/<module>/rms": ("activation RMS", False),
+    "act/<module>/std": ("activation standard deviation", False),
+    "act/<module>/mean": ("activation mean", True),
+    "layer/<parameter>/exp_avg_norm": ("first moment", False),
+    "layer/<parameter>/exp_avg_sq_norm": ("second moment", False),
+    "layer/<parameter>/grad_nonfinite": ("non-finite gradient elements", True),
+    "act/<module>/nonfinite": ("non-finite activations", True),
+}
+"""The catalogue's families of layers in the order in which the page offers them: what a reader calls the statistic, and whether
+it may be zero or negative, so that "times as large" would say nothing."""
 
 
 def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
@@ -48,7 +65,7 @@ def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
         "statistics": _statistics(data.series),
         "histograms": histograms,
         "curves": curves,
-        "live": data.live,
+        "live": None if data.live is None else {**data.live, "complete": not block.left_out},
     }
     return found, _notes(block, histograms)
 
@@ -67,8 +84,12 @@ def span(anomaly: Anomaly) -> Span:
 
 
 def marks(anomalies: Sequence[Anomaly]) -> list[dict[str, Any]]:
-    """Bands in the charts, ascending; the first anomalies given are the ones that stay when there are very many."""
-    found = [{"from": span(a)[0], "to": span(a)[1], "label": f"{a.kind[:24]} at {a.onset}"} for a in anomalies[:MARKS]]
+    """Bands in the charts, ascending. "rank": the place among the anomalies given, of which the first stay when there are very
+    many."""
+    found = [
+        {"from": span(a)[0], "to": span(a)[1], "label": f"{a.kind[:24]} at {a.onset}", "rank": rank}
+        for rank, a in enumerate(anomalies[:MARKS])
+    ]
     return sorted(found, key=lambda mark: (mark["from"], mark["to"]))
 
 
@@ -109,16 +130,19 @@ def _panel(title: str, group: str, members: list[str], first: bool, panel: panel
     }
 
 
-def _statistics(series: Iterable[str]) -> dict[str, str]:
-    """{"layer/grad_norm": its meaning} for the statistics of layers that are there."""
-    found: dict[str, str] = {}
+def _statistics(series: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{"layer/grad_norm": {"title", "signed"}} for the statistics of layers that are there, in the order of `STATISTICS`."""
+    order = list(STATISTICS)
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
     for name in filter(is_wide, series):
-        family, statistic = name.partition("/")[0], name.rpartition("/")[2]
-        key = f"{family}/{statistic}"
+        key = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
         if key not in found:
             metric = names.describe(name)
-            found[key] = metric.meaning if metric else statistic
-    return found
+            title, signed = STATISTICS[metric.name] if metric else (key.partition("/")[2], True)
+            of_a_shard = ", this rank's shards" if name.endswith(names.LOCAL) else ""
+            place = order.index(metric.name) if metric else len(order)
+            found[key] = place, {"title": f"{title}{of_a_shard}", "signed": signed}
+    return {key: told for key, (_, told) in sorted(found.items(), key=lambda item: item[1][0])}
 
 
 def _outcomes(spike: Spike, data: PageData, block: SeriesBlock) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ def head(data: PageData) -> str:
     if data.status:
         chips += f"<span class=chip>{text(data.status, 40)}</span>"
     if data.live:
-        chips += '<span class=chip id="live" data-state="live" role=status>live</span>'
+        chips += '<span class=chip id="live" data-state="live">live</span><span class=off id="told" role=status></span>'
     where = f"<span>{text(data.where, 120)}</span>" if data.where else ""
     return f'<header id="head">{badge}<h1>{text(data.title, 200)}</h1><div class=where>{where}{chips}</div></header>'
 
@@ -81,14 +81,14 @@ def _cell(question: str, figure: str, said: str) -> str:
 
 def _told(a: Anomaly, count: int) -> list[tuple[str, str, str]]:
     what, when, bad, first = answers.QUESTIONS[:4]
-    mover = a.first_mover
-    before = mover is not None and mover[0] != a.series and mover[1] < dict(a.cascade).get(a.series, a.onset)
+    moved = answers.moved_first(a)
+    mover = a.first_mover[0] if a.first_mover else "–"
     more = f" The worst of {count:,} anomalies." if count > 1 else ""
     return [
         (what, number(a.value), answers.happened(a)),
         (when, f"step {a.onset:,}", answers.when(a)),
         (bad, answers.sigmas(a.score), answers.how_bad(a) + more),
-        (first, (mover[0] if before else "nothing before it") if mover else "–", answers.first(a)),
+        (first, "nothing before it" if moved.startswith("nothing") else mover, answers.first(a)),
     ]
 
 

@@ -12,7 +12,8 @@ function compare() {
   if (steps.length < 2) { host.closest("section").hidden = true; return; }
   const onset = page.subject ? clamp(lowerBound(steps, page.subject.from), 1, steps.length - 1) : steps.length - 1;
   const slider = (id, at) => el("input", { type: "range", id, min: "0", max: String(steps.length - 1), step: "1", value: String(at) });
-  const a = slider("compare-a", page.subject ? onset - 1 : 0), b = slider("compare-b", onset);
+  const place = (name, usual) => (host.dataset[name] ? nearest(steps, Number(host.dataset[name])) : usual);  // where the reader put it
+  const a = slider("compare-a", place("from", page.subject ? onset - 1 : 0)), b = slider("compare-b", place("to", onset));
   const sayA = el("output", { for: "compare-a" }), sayB = el("output", { for: "compare-b" });
   const all = el("button", { type: "button", onclick: () => { everything = true; draw(); } }, `All ${layersHere.length} layers`);
   const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers ranked by how much they changed" });
@@ -70,7 +71,7 @@ function compare() {
     return before && now ? divergence(before, now) : null;
   }
 
-  a.addEventListener("input", draw);
-  b.addEventListener("input", draw);
+  a.addEventListener("input", () => { host.dataset.from = steps[Number(a.value)]; draw(); });
+  b.addEventListener("input", () => { host.dataset.to = steps[Number(b.value)]; draw(); });
   lazily(host, draw);
 }

@@ -9,13 +9,12 @@ function heatmap() {
   if (!host) return;
   const statistics = new Map();  // "layer/grad_norm" -> names
   for (const name of store.names.filter(wide)) {
-    const [family, , statistic] = parts(name);
-    const key = `${family}/${statistic}`;
+    const key = statistic(name);
     statistics.set(key, [...(statistics.get(key) ?? []), name]);
   }
-  if (!statistics.size) { host.closest("section").hidden = true; return; }
-  const order = ["layer/grad_norm", "act/kurtosis", "layer/weight_norm", "layer/update_ratio", "act/max", "act/rms"];
-  const keys = [...statistics.keys()].sort((a, b) => (order.indexOf(a) + 1 || 99) - (order.indexOf(b) + 1 || 99));
+  host.hidden = byId("changed").hidden = !statistics.size;  // the timeline above stays: a run may have no layers
+  if (!statistics.size) return;
+  const keys = Object.keys(page.statistics).filter((key) => statistics.has(key));
   const choice = el("select", { id: "heatmap-statistic" }, ...keys.map((key) => el("option", { value: key }, title(key))));
   const all = el("input", { type: "checkbox", id: "heatmap-all" });
   const rows = el("div", { class: "heat-rows" });
@@ -39,11 +38,12 @@ function heatmap() {
       const { steps, values } = store.get(name);
       return { name, steps, values, far: scale(name, usual(name)) };
     });
-    rows.replaceChildren(...lines.map((line) => {
+    const same = cells?.lines.length === lines.length && lines.every((line, row) => line.name === cells.lines[row].name);
+    if (!same) rows.replaceChildren(...lines.map((line) => {  // who has the focus in them keeps it
       const layer = parts(line.name)[1];
       return el("button", { type: "button", title: `${layer}: show this layer`, onclick: () => openLayer(line.name) }, layer);
     }));
-    cells = { lines, signed: SIGNED.has(choice.value.split("/")[1]) };
+    cells = { lines, signed: page.statistics[choice.value].signed };
     draw();
   }
 
@@ -124,7 +124,7 @@ function heatmap() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   new ResizeObserver(draw).observe(canvas.parentElement);
   lazily(host, choose);
-  grown.push({ names: null, update: choose });
+  grown.push({ update: choose });
 }
 
 /** A colour for a distance from the usual: cold below, the card's colour at it, hot above. */
@@ -137,9 +137,5 @@ function colours() {
   };
 }
 
-function title(key) {
-  const [family, statistic] = key.split("/");
-  const meaning = page.statistics[key];
-  const names = { grad_norm: "gradient norm", grad_max: "largest gradient element", weight_norm: "weight norm", update_ratio: "relative update", kurtosis: "activation kurtosis", max: "largest activation", rms: "activation RMS", mean: "activation mean", std: "activation standard deviation", exp_avg_sq_norm: "second moment", exp_avg_norm: "first moment", grad_nonfinite: "non-finite gradient elements", nonfinite: "non-finite activations" };
-  return names[statistic] ?? meaning ?? `${family} ${statistic}`;
-}
+/** What a reader calls a statistic. */
+const title = (key) => page.statistics[key].title;

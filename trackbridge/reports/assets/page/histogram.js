@@ -87,7 +87,9 @@ function histogramOf(host, key) {
     return;
   }
   const before = referencePlace();
-  const slider = el("input", { type: "range", id: "histogram-step", min: "0", max: String(shapes.steps.length - 1), step: "1", value: String(Math.min(before + 1, shapes.steps.length - 1)) });
+  const last = shapes.steps.length - 1;
+  const start = host.dataset.step ? nearest(shapes.steps, Number(host.dataset.step)) : Math.min(before + 1, last);  // where the reader put it
+  const slider = el("input", { type: "range", id: "histogram-step", min: "0", max: String(last), step: "1", value: String(start) });
   const reading = el("output", { for: "histogram-step", id: "histogram-reading" });
   const boxes = names.map((name) => {
     const canvas = el("canvas", { role: "img" });
@@ -109,7 +111,7 @@ function histogramOf(host, key) {
       each.canvas.setAttribute("aria-label", `Histogram of ${each.name} at step ${shapes.steps[place]}: ${each.words.textContent}`);
     }
   };
-  slider.addEventListener("input", draw);
+  slider.addEventListener("input", () => { host.dataset.step = shapes.steps[Number(slider.value)]; draw(); });
   if (shaped) shaped.disconnect();
   shaped = new ResizeObserver(draw);
   shaped.observe(host);

@@ -1,6 +1,5 @@
 // One layer: every statistic of a parameter and of the module it belongs to, and its histograms.
 
-const FIRST = ["grad_norm", "weight_norm", "kurtosis", "update_ratio", "grad_max", "rms", "max", "std", "mean"];
 let openLayer = () => {};
 
 function layers() {
@@ -19,23 +18,35 @@ function layers() {
   };
   const choice = el("select", { id: "layer-choice" }, group("layer", "parameters"), group("act", "modules"));
   const panels = el("div", { class: "panels three" });
-  const shapes = el("div", { class: "shapes" });
-  host.replaceChildren(el("div", { class: "toolbar" }, el("label", { for: "layer-choice" }, "Layer"), choice), panels, shapes);
-  let drawn = [];
+  const histograms = el("div", { class: "shapes" });
+  host.replaceChildren(el("div", { class: "toolbar" }, el("label", { for: "layer-choice" }, "Layer"), choice), panels, histograms);
+  let drawn = [], counted = null;  // charts, and the steps of the histograms that are shown
 
   function choose() {
     drawn.forEach((chart) => chart.remove());
     drawn = [];
     panels.replaceChildren();
     for (const [name, of] of seriesOf(choice.value)) {
-      const statistic = parts(name)[2];
-      const key = `${parts(name)[0]}/${statistic}`;
-      const box = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, sentence(title(key))), of ? el("span", { class: "unit" }, `of ${of}`) : ""));
+      const box = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, sentence(title(statistic(name)))), of ? el("span", { class: "unit" }, `of ${of}`) : ""));
       panels.append(box);
-      drawn.push(lineChart(box, [{ label: name, name, ...store.get(name) }], { height: 130 }));
+      drawn.push(lineChart(box, [line(name)], { height: 130 }));
       box.dataset.drawn = "yes";
     }
-    histogramOf(shapes, choice.value);
+    histogramOf(histograms, choice.value);
+    counted = shapes.steps;
+  }
+
+  const line = (name) => ({ label: name, name, ...store.get(name) });
+
+  /** On a live page: what is new goes into what is there; somebody may be using it. */
+  function grow() {
+    if (!drawn.length) return;
+    const names = drawn.map((chart) => chart.lines()[0].name);
+    const now = seriesOf(choice.value).map(([name]) => name);
+    if (now.join("\n") !== names.join("\n")) { choose(); return; }
+    drawn.forEach((chart, i) => chart.update([line(names[i])]));
+    if (counted !== shapes.steps) histogramOf(histograms, choice.value);
+    counted = shapes.steps;
   }
 
   /** The layer's own series, then those of the module around it: [name, module or ""]. */
@@ -43,7 +54,8 @@ function layers() {
     const own = known.get(key).map((name) => [name, ""]);
     const around = key.startsWith("layer/") ? module(key.slice("layer/".length)) : null;
     const its = around ? known.get(`act/${around}`).map((name) => [name, around]) : [];
-    const place = ([name]) => { const at = FIRST.indexOf(parts(name)[2]); return at < 0 ? 99 : at; };
+    const order = Object.keys(page.statistics);
+    const place = ([name]) => order.indexOf(statistic(name));
     const tells = ([name]) => !name.endsWith("nonfinite") || store.get(name).values.some((v) => v !== 0);
     return [...own, ...its].filter(tells).sort((a, b) => place(a) - place(b)).slice(0, 12);
   }
@@ -72,7 +84,7 @@ function layers() {
   if (start) choice.value = start;
   choice.addEventListener("change", choose);
   lazily(host, choose);
-  grown.push({ names: null, update: () => drawn.length && choose() });
+  grown.push({ update: grow });
 }
 
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);

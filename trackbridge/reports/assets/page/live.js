@@ -1,6 +1,6 @@
 // Following a run: asks for what is new, one request at a time, less often while there is nothing; stops when the run has ended.
 
-const LIVE_POINTS = 12000;
+const LIVE_POINTS = 12000, ALL_LIVE_POINTS = 4e6;  // of a series, and of all of them: 12 bytes each
 const QUICK = 1000, SLOW = 15000;
 
 function live() {
@@ -12,12 +12,16 @@ function live() {
     asking = true;
     clearTimeout(timer);
     let more = true;
-    const say = (words, state) => { byId("live").textContent = words; byId("live").dataset.state = state; };
+    const say = (words, state) => {
+      byId("live").textContent = words;
+      if (byId("live").dataset.state !== state) byId("told").textContent = words;  // read aloud, unlike every step
+      byId("live").dataset.state = state;
+    };
     try {
       const answer = await fetch(`rows?after=${after}&changed=${changed}`, { cache: "no-store", signal: AbortSignal.timeout(20000) });
       if (!answer.ok) throw new Error(String(answer.status));
       const news = await answer.json();
-      if (news.reload) { location.reload(); return; }
+      if (news.reload || hasMore(news)) { location.reload(); return; }
       wait = news.after > after ? QUICK : Math.min(SLOW, wait * 1.5);
       after = news.after;
       changed = news.changed;
@@ -37,19 +41,31 @@ function live() {
   ask();
 }
 
+let lacking = false;
+
+/** Whether loading the page again brings a chart for a series that has none on it. Not for one that a page has no room for. */
+function hasMore(news) {
+  lacking ||= page.live.complete && news.blocks.some((block) => block.names.some((name) => !store.has(name)));
+  return lacking && news.page > page.live.after;
+}
+
 const told = {};  // the words of each section as they are
 
 /** News: {blocks: [{names, steps, values}], marks, sections: {id: html}, histograms}. Values are row by row. */
 function take(news) {
-  const unknown = news.blocks.flatMap((block) => block.names).some((name) => !store.has(name));
-  if (unknown) { setTimeout(() => location.reload(), 2500); return; }  // a new series has no chart yet
+  const limit = clamp(Math.floor(ALL_LIVE_POINTS / store.names.length), 256, LIVE_POINTS);
   for (const block of news.blocks) {
     const steps = decode(block.steps, Float64Array), values = decode(block.values, Float32Array);
     const count = block.names.length;
     block.names.forEach((name, column) => {
-      store.append(name, steps, Float32Array.from(steps, (_, row) => values[row * count + column]), LIVE_POINTS);
+      if (store.has(name)) store.append(name, steps, Float32Array.from(steps, (_, row) => values[row * count + column]), limit);
     });
   }
+  keepingFocus(() => hear(news));
+}
+
+/** New words: {sections: {id: html}, marks, subject, histograms}. */
+function hear(news) {
   let spoke = false;
   for (const [id, html] of Object.entries(news.sections ?? {})) {
     if (told[id] === html) continue;
@@ -69,6 +85,6 @@ let refreshing = 0;
 function refresh() {
   cancelAnimationFrame(refreshing);
   refreshing = requestAnimationFrame(() => {
-    for (const each of grown) each.update();
+    keepingFocus(() => { for (const each of grown) each.update(); });
   });
 }

@@ -80,6 +80,12 @@ function parts(name) {
   return [name.slice(0, first), name.slice(first + 1, last), name.slice(last + 1)];
 }
 
+/** "layer/grad_norm", as `page.statistics` calls it. */
+function statistic(name) {
+  const [family, , last] = parts(name);
+  return `${family}/${last}`;
+}
+
 function concat(Type, one, other) {
   const joined = new Type(one.length + other.length);
   joined.set(one);

@@ -1,13 +1,14 @@
 // The timeline: loss and gradient norm large, the rest in groups that are drawn when they are opened.
 
 const MOST_LINES = 8;
+const MOST_ZOOMS = 6;
 
 function timeline() {
   const host = byId("charts");
   host.replaceChildren();
   if (!store.names.length) { host.append(el("p", { class: "empty" }, "No series were recorded.")); return; }
   host.append(toolbar());
-  grown.push({ names: null, update: () => byId("toolbar").replaceWith(toolbar()) });
+  grown.push({ update: growToolbar });
   const first = page.panels.filter((panel) => panel.first);
   const large = el("div", { class: "panels large" });
   host.append(large);
@@ -40,7 +41,7 @@ function placePanel(host, panel, height) {
     const log = panel.scale === "log" && drawn.every((line) => line.values.every((v) => !(v <= 0)));
     const chart = lineChart(box, drawn, { height, unit: panel.unit, marks: panel.marked, log });
     box.dataset.drawn = "yes";
-    grown.push({ names: chosen, update: () => chart.update(lines()) });
+    grown.push({ update: () => chart.update(lines()) });
   });
 }
 
@@ -75,12 +76,13 @@ function change(name) {
   return most;
 }
 
-const SIGNED = new Set(["mean", "kurtosis", "nonfinite", "grad_nonfinite"]);
+/** Whether a layer's statistic may be zero or negative, so that "times as large" says nothing. */
+const signed = (name) => page.statistics[statistic(name)]?.signed;
 
 /** How far a value is from the usual ones: in doublings for sizes, in robust sigmas for what may be zero or negative. */
 function scale(name, before) {
   const middle = median(before);
-  if (!SIGNED.has(parts(name)[2]) && middle > 0) return (v) => (v > 0 ? Math.log2(v / middle) : NaN);
+  if (!signed(name) && middle > 0) return (v) => (v > 0 ? Math.log2(v / middle) : NaN);
   const spread = 1.4826 * median(Array.from(before, (v) => Math.abs(v - middle))) || Math.abs(middle) / 10 || 1;
   return (v) => (v - middle) / spread / 3;
 }
@@ -88,13 +90,7 @@ function scale(name, before) {
 /** Buttons that zoom, and a slider that reads all charts at one step. */
 function toolbar() {
   const [first, last] = store.extent;
-  const buttons = el("div", { class: "buttons", role: "group", "aria-label": "Zoom" });
-  const everything = el("button", { type: "button", onclick: () => view.zoom(null) }, "Everything");
-  const zooms = page.marks.slice(0, 6).map((mark) => {
-    const near = Math.max(12, 2 * (mark.to - mark.from));
-    return el("button", { type: "button", onclick: () => view.zoom([Math.max(first, mark.from - near), Math.min(last, mark.to + near)]) }, mark.label);
-  });
-  buttons.append(everything, ...zooms);
+  const buttons = el("div", { class: "buttons", id: "zooms", role: "group", "aria-label": "Zoom" }, ...zooms());
   const [low, high] = view.range ?? [first, last];
   const start = view.step ?? page.subject?.from ?? last;
   const slider = el("input", { type: "range", id: "step", min: String(Math.ceil(low)), max: String(Math.floor(high)), step: "1", value: String(start) });
@@ -105,13 +101,46 @@ function toolbar() {
   return made;
 }
 
+/** Of everything, and of the worst anomalies in the order of their steps. */
+function zooms() {
+  const worst = [...page.marks].sort((a, b) => a.rank - b.rank).slice(0, MOST_ZOOMS).sort((a, b) => a.from - b.from);
+  const near = (label) => {
+    const [first, last] = store.extent, mark = page.marks.find((each) => each.label === label);
+    const margin = Math.max(12, 2 * (mark.to - mark.from));
+    view.zoom([Math.max(first, mark.from - margin), Math.min(last, mark.to + margin)]);
+  };
+  return [
+    el("button", { type: "button", onclick: () => view.zoom(null) }, "Everything"),
+    ...worst.map(({ label }) => el("button", { type: "button", onclick: () => near(label) }, label)),
+  ];
+}
+
+/** On a live page: the slider reaches as far as the data, in its place, because somebody may be using it. */
+function growToolbar() {
+  const there = byId("zooms"), now = zooms();
+  const labels = (buttons) => Array.from(buttons, (button) => button.textContent).join("\n");
+  if (labels(there.children) !== labels(now)) there.replaceChildren(...now);
+  fitSlider();
+  if (view.step == null) byId("step").value = byId("step").max;
+  readStep();
+}
+
+/** The slider goes over the steps that are seen. */
+function fitSlider() {
+  const slider = byId("step"), [low, high] = view.range ?? store.extent;
+  slider.min = String(Math.ceil(low));
+  slider.max = String(Math.floor(high));
+}
+
 /** What the slider's step says. */
 function readStep(bar = byId("toolbar")) {
   const slider = bar.querySelector("#step");
   const step = Number(slider.value);
   const large = page.panels.filter((panel) => panel.first).flatMap((panel) => panel.series).filter((name) => store.has(name));
   const words = [`step ${step.toLocaleString("en")}`, ...large.map((name) => `${name} ${show(store.at(name, step))}`)].join(", ");
-  bar.querySelector("output").textContent = words;
+  const reading = bar.querySelector("output");
+  if (reading.textContent === words) return;  // an output that changes is read aloud
+  reading.textContent = words;
   slider.setAttribute("aria-valuetext", words);
 }
 
@@ -119,10 +148,6 @@ view.onChange((what) => {
   const slider = byId("step");
   if (!slider) return;
   if (what === "step" && view.step != null) slider.value = String(view.step);
-  if (what === "range") {
-    const [low, high] = view.range ?? store.extent;
-    slider.min = String(Math.ceil(low));
-    slider.max = String(Math.floor(high));
-  }
+  if (what === "range") fitSlider();
   readStep();
 });

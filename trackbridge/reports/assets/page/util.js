@@ -75,6 +75,13 @@ function nearest(steps, step) {
   return step - steps[at - 1] <= steps[at] - step ? at - 1 : at;
 }
 
+/** Does `make`, which replaces elements; the focus goes back to the one of the same id. */
+function keepingFocus(make) {
+  const id = document.activeElement?.id;
+  make();
+  if (id && document.activeElement?.id !== id) byId(id)?.focus({ preventScroll: true });
+}
+
 /** Calls `draw` once, when `place` comes near the screen (or is printed). */
 const waiting = new Map();
 const watcher = new IntersectionObserver((entries) => {
