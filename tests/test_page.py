@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.capsules import make
 from trackbridge import capsule as capsules
 from trackbridge import histograms
+from trackbridge.answers import amount
 from trackbridge.lab import CounterfactualReport, ReplayReport, Trend, Try
 from trackbridge.names import CATALOGUE, is_wide
 from trackbridge.records import Anomaly, Histograms, Hypothesis
@@ -105,6 +106,15 @@ def test_layers_that_moved_together_are_one_link_of_the_cascade() -> None:
     said = told(SPIKE.updated(first_mover=("grad/norm", 159), cascade=(("grad/norm", 159), *many, ("train/loss", 161))))
     assert "grad_norm of 20 layers" in said and "blocks.11.weight and 8 more" in said
     assert said.index("step 159 grad/norm") < said.index("grad_norm of 20 layers") < said.index("step 161 train/loss")
+
+
+def test_values_have_their_units() -> None:
+    memory = SPIKE.updated(series="mem/allocated_bytes", kind="memory", value=42.9e9, expected=8.0e8)
+    assert "mem/allocated_bytes was 42.9 GB where 800 MB was expected" in told(memory)
+    assert "perf/step_s was 0.4 s where 0.2 s was expected" in told(
+        SPIKE.updated(series="perf/step_s", value=0.4, expected=0.2)
+    )
+    assert [amount(value, "host/rss_bytes") for value in (0.0, 999.0, 1e20)] == ["0 B", "999 B", "1e+08 TB"]
 
 
 def test_a_nan_is_not_finite_and_has_no_sigmas() -> None:

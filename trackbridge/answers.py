@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from trackbridge import names
 from trackbridge.records import Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
@@ -35,8 +36,9 @@ def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, s
 
 def happened(anomaly: Anomaly) -> str:
     """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
-    value = f"**{anomaly.value:.4g}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
-    expected = f" where **{anomaly.expected:.4g}** was expected" if math.isfinite(anomaly.expected) else ""
+    value = f"**{amount(anomaly.value, anomaly.series)}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
+    usual = amount(anomaly.expected, anomaly.series)
+    expected = f" where **{usual}** was expected" if math.isfinite(anomaly.expected) else ""
     return f"**{anomaly.series}** was {value}{expected} ({anomaly.kind})."
 
 
@@ -86,6 +88,17 @@ def shown(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
 def plural(count: int, what: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def amount(value: float, series: str) -> str:
+    """``9.5``, ``0.412 s``, ``42.9 GB``: with the unit that the catalogue gives `series`."""
+    metric = names.describe(series)
+    unit, size = metric.unit if metric else "", abs(value)
+    if unit == "B":
+        prefixes = ("", "k", "M", "G", "T")
+        power = min(int(math.log10(size)) // 3, len(prefixes) - 1) if 1 <= size < math.inf else 0
+        value, unit = value / 1000.0**power, f"{prefixes[power]}B"
+    return f"{value:.4g}{f' {unit}' if unit else ''}"
 
 
 def moved_first(anomaly: Anomaly) -> str:

@@ -27,6 +27,8 @@ def test_an_anomaly_in_a_line_and_on_a_page() -> None:
     over = words.anomaly_markdown(spike.updated(recovered_after=4, capsule="capsules/spike-120"), ["trackbridge pull x"])
     assert "Back to normal after 4 steps." in over and "- capsule: `capsules/spike-120`" in over
     assert "skip the batch. `trackbridge pull x`" in over
+    many = tuple((f"layer/{k}/grad_norm", 120) for k in range(20))
+    assert "layer/7/grad_norm (120) and 12 more\n" in words.anomaly_markdown(spike.updated(cascade=many))
 
 
 def test_params_flatten_without_hiding_each_other() -> None:

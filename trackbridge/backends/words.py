@@ -9,6 +9,9 @@ from trackbridge.answers import answers, how_to_test, moved_first, peak, shown
 from trackbridge.records import Anomaly
 from trackbridge.rundir import dumps
 
+CASCADE = 8
+"""Series of a cascade that are named."""
+
 
 def anomaly_line(anomaly: Anomaly) -> str:
     """One line: ``spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119``."""
@@ -27,7 +30,7 @@ def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     lines.append("")
     facts = {
         "ranks": ", ".join(map(str, anomaly.ranks)),
-        "cascade": ", ".join(f"{series} ({step})" for series, step in anomaly.cascade),
+        "cascade": _cascade(anomaly),
         "capsule": f"`{anomaly.capsule}`" if anomaly.capsule else "",
         "notes": "; ".join(anomaly.notes),
     }
@@ -38,6 +41,12 @@ def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
         lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
         lines += [f"   - to test it: {how_to_test(hypothesis.intervention)}"] if hypothesis.intervention else []
     return "\n".join(lines)
+
+
+def _cascade(anomaly: Anomaly) -> str:
+    """What left its band, in order, with its step: the first few."""
+    told = ", ".join(f"{series} ({step})" for series, step in anomaly.cascade[:CASCADE])
+    return f"{told} and {len(anomaly.cascade) - CASCADE} more" if len(anomaly.cascade) > CASCADE else told
 
 
 ANOMALY_COLUMNS = (

@@ -85,7 +85,7 @@ def _told(a: Anomaly, count: int) -> list[tuple[str, str, str]]:
     mover = a.first_mover[0] if a.first_mover else "–"
     more = f" The worst of {count:,} anomalies." if count > 1 else ""
     return [
-        (what, number(a.value), answers.happened(a)),
+        (what, answers.amount(a.value, a.series) if math.isfinite(a.value) else number(a.value), answers.happened(a)),
         (when, f"step {a.onset:,}", answers.when(a)),
         (bad, answers.sigmas(a.score), answers.how_bad(a) + more),
         (first, "nothing before it" if moved.startswith("nothing") else mover, answers.first(a)),

@@ -115,10 +115,12 @@ function histogramOf(host, key) {
   if (shaped) shaped.disconnect();
   shaped = new ResizeObserver(draw);
   shaped.observe(host);
+  redrawShapes = draw;
   draw();
 }
 
-let shaped = null;
+let shaped = null, redrawShapes = () => {};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redrawShapes());
 
 function describeShape(now, then, before) {
   const [low, middle, high] = [0.01, 0.5, 0.99].map((share) => show(shapes.quantile(now, share)));
