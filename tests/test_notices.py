@@ -113,6 +113,18 @@ def test_a_receipt_is_released_when_the_capsule_is_on_this_disk(tmp_path: Path) 
     assert pins[1].released == ["spike-40"]
 
 
+def test_a_capsule_is_sealed_when_the_training_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _, pins, _ = ranks(tmp_path)
+    leader.consider(an_anomaly(step=40, onset=39))
+    jobs: list[Callable[[], None]] = []
+    monkeypatch.setattr(pins[0], "run", jobs.append)
+    for step in (40, 41, 41):
+        leader.advance(step)
+    assert not jobs
+    leader.advance(20)
+    assert len(jobs) == 1, "steps 42 to 44 of this way will never come"
+
+
 def test_what_the_leader_gives_up_no_rank_holds_on_to(tmp_path: Path) -> None:
     """Where disks are not shared, nothing else would tell them: their rings would grow with each capsule that gave way."""
     leader, others, pins, _ = ranks(tmp_path)

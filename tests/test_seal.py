@@ -185,6 +185,37 @@ def test_a_checkpoint_of_a_training_that_was_left_behind_is_no_restart_point(
     assert (capsule.restart_step, capsule.checkpoint) == (10, str(tmp_path / "10.pt"))
 
 
+def test_a_training_that_went_back_is_two_ways(tmp_path: Path) -> None:
+    """The spike of step 20 was told, and the process went back to step 10: its capsule holds what led to it and ends where
+    that way ended; one of the way after it holds nothing of the first."""
+    directory = RunDirectory(tmp_path / "run-1")
+    life = Attempt(number=0, start_step=0, time=1.75e9, pid=1, host="h")
+    settings = {"recorder": {"before": 4, "after": 5, "upload_batches": True}}
+    directory.write(RunFile(project="p", run_id="r", name="r", created=1.75e9, attempts=[life], settings=settings))
+    rows, ring = writer(directory.rows()), writer(directory.contexts())
+
+    def run(first: int, last: int, way: int) -> None:
+        for step in range(first, last):
+            rows.append(Row(-1, step, 0.0, 0, Schema(("train/loss",)), np.array([way * 100.0 + step])))
+            ring.append(replace(a_context(step), rng={"python": np.array([way, step])}))
+
+    run(0, 23, 1)
+    rows.append(an_anomaly(id="one", step=21, onset=20))
+    run(23, 24, 1)
+    run(10, 17, 2)
+    rows.append(an_anomaly(id="two", step=16, onset=16))
+    run(17, 19, 2)
+    rows.append(an_anomaly(id="one", step=21, onset=20, severity=0.9))  # told anew later, as when it was diagnosed
+    rows.close()
+    ring.close()
+    one, two = load(seal(directory.path, "one")), load(seal(directory.path, "two"))
+    assert (one.span, two.span) == ((16, 23), (12, 18))
+    assert one.window["train/loss"].tolist() == [100.0 + step for step in range(16, 24)]
+    assert two.window["train/loss"].tolist() == [200.0 + step for step in range(12, 19)]
+    assert [one.rng(step)["python"].tolist() for step in one.steps] == [[1, step] for step in range(16, 24)]
+    assert [two.rng(step)["python"].tolist() for step in two.steps] == [[2, step] for step in range(12, 19)]
+
+
 def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
     directory = a_run(tmp_path / "run-1", snapshots=(5, 15))
     (directory.snapshots(0) / "step-15" / "state.json").write_text("{")

@@ -94,7 +94,7 @@ def test_a_pinned_snapshot_restores_the_state_before_the_step(tmp_path: Path, de
         step()  # must not reach the copy
     assert ring.pin(7) is None
     skeleton, arrays, metadata = tree.load(folder(tmp_path, 5))
-    assert metadata == {"step": 5, "attempt": 0, "rank": 0, "missing": {}, "first": True}
+    assert metadata == {"step": 5, "attempt": 0, "rank": 0, "gone_back": 0, "missing": {}, "first": True}
     state = tree.unpack(skeleton, arrays)
     assert state["models"][""]["head.weight"] is state["models"][""]["embed.weight"]  # stored once
     fresh, _ = watched(device)
@@ -297,6 +297,36 @@ def test_an_earlier_attempts_snapshot_of_the_same_step_gives_way(tmp_path: Path)
             assert ring.pin(4) is None
         skeleton, arrays, metadata = tree.load(folder(tmp_path, 4))
         assert metadata["attempt"] == attempt and tree.unpack(skeleton, arrays)["models"][""]["weight"].item() == value
+
+
+def test_what_was_left_by_going_back_is_not_pinned(tmp_path: Path) -> None:
+    """Steps 10 and 20 were reached, then the training went back to step 12 and came to step 20 as another model."""
+    what, step = watched()
+    ring = make(tmp_path)
+    for number in (10, 20):
+        keep(ring, what, number)
+    assert ring.pin(20) is None
+    before = (folder(tmp_path, 20) / "state.safetensors").read_bytes()
+    ring.went_back(12)
+    step()
+    assert [snapshot.step for snapshot in ring._kept] == [10]
+    keep(ring, what, 20)
+    assert ring.pin(25) is None
+    assert (folder(tmp_path, 20) / "state.safetensors").read_bytes() != before
+    stamp = (folder(tmp_path, 20) / "state.json").stat().st_mtime_ns
+    assert ring.pin(25) is None and (folder(tmp_path, 20) / "state.json").stat().st_mtime_ns == stamp, "once is enough"
+
+
+def test_the_recorder_sees_that_the_training_went_back(tmp_path: Path) -> None:
+    recorder = Recorder(RecorderConfig(snapshot_every=4), RunDirectory(tmp_path), 0, attempt=0, strict=True)
+    what, step = watched()
+    recorder.attach(what.models, what.optimizers)
+    for number in (0, 1, 2, 3, 4, 5, 5, 2, 3):
+        step()
+        recorder.close_step(number)
+    kept = [snapshot.step for snapshot in recorder._snapshots._kept]
+    assert kept == [0]
+    recorder.detach()
 
 
 def test_a_failed_write_leaves_no_half_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from trackbridge.capsule import Tier
 from trackbridge.config import RecorderConfig
@@ -13,6 +14,8 @@ from trackbridge.errors import CapsuleError
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, MicroBatch, Row, StepContext
 from trackbridge.rundir import RunDirectory, RunFile
+
+StepT = TypeVar("StepT", Row, StepContext)
 
 CHECKPOINT_STEPS = 1024
 """A window that begins at a checkpoint holds at most so many steps before `recorder.before`."""
@@ -59,7 +62,8 @@ def gather(
     """The window of a capsule and what each rank has of it; the first rank is the leader. `checkpoints` are the user's own, by
     the step that comes after them.
 
-    Of a step that was run twice in one attempt the newer one counts. Raises `CapsuleError` if nothing is left to seal.
+    Of a step that was run twice in one attempt, because the training went back to a checkpoint, that counts which came before
+    the anomaly. Raises `CapsuleError` if nothing is left to seal.
     """
     ranks = directory.ranks()
     usable = _usable(checkpoints or {}, anomaly, recorder)
@@ -67,31 +71,63 @@ def gather(
     early = ([step for step in steps if step <= wanted] for steps in (_shared(directory, ranks, anomaly), usable))
     starts = [max(steps) for steps in early if steps]  # a window that is whole from an older one is whole from this one
     rings = {rank: read_contexts(directory, rank, anomaly.attempt, range(min([wanted, *starts]), end)) for rank in ranks}
-    held = [ring for ring, _ in rings.values() if ring]
+    held = [{context.step for context in ring} for ring, _ in rings.values() if ring]
     # From a start that the rings do not reach back to nothing can be replayed: its rows may be those of the whole run.
     first = min([wanted, *(start for start in starts if held and all(start in ring for ring in held))])
+    later = _went_back_since(directory, ranks, anomaly, range(first, end))
     records = []
     for rank, (contexts, damage) in rings.items():
-        rows = read_rows(directory, rank, anomaly.attempt, range(first, end))
+        rows = _one_way(read_rows(directory, rank, anomaly.attempt, range(first, end)), later)
         if rows:
-            records.append(RankRecord(rank, rows, contexts, damage))
+            records.append(RankRecord(rank, rows, _one_way([c for c in contexts if c.step >= first], later), damage))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records, usable)
     return window, [record.clip(window) for record in records]
 
 
-def read_contexts(directory: RunDirectory, rank: int, attempt: int, steps: range) -> tuple[dict[int, StepContext], str | None]:
-    """(the step contexts of one attempt by step, damage of their journal in words)."""
+def read_contexts(directory: RunDirectory, rank: int, attempt: int, steps: range) -> tuple[list[StepContext], str | None]:
+    """(the step contexts of one attempt as they were written, damage of their journal in words)."""
     reader = JournalReader(directory.contexts(rank), kinds={StepContext}, steps=steps)
-    found = {c.step: c for c in reader.read() if isinstance(c, StepContext) and c.attempt == attempt}
+    found = [c for c in reader.read() if isinstance(c, StepContext) and c.attempt == attempt]
     return found, str(reader.damage) if reader.damage else None
 
 
-def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> dict[int, Row]:
-    """The step rows of one attempt, by step."""
+def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> list[Row]:
+    """The step rows of one attempt as they were written."""
     reader = JournalReader(directory.rows(rank), kinds={Row}, steps=steps)
-    return {r.step: r for r in reader.read() if isinstance(r, Row) and r.kind == "step" and r.attempt == attempt}
+    return [r for r in reader.read() if isinstance(r, Row) and r.kind == "step" and r.attempt == attempt]
+
+
+def _went_back_since(directory: RunDirectory, ranks: Iterable[int], anomaly: Anomaly, steps: range) -> int:
+    """How often the attempt went back to an earlier step after it had told of `anomaly`."""
+    for rank in ranks:
+        told, times, before = False, 0, -1
+        for record in JournalReader(directory.rows(rank), kinds={Row, Anomaly}, steps=steps).read():
+            if isinstance(record, Anomaly):
+                told = told or record.id == anomaly.id
+            elif isinstance(record, Row) and record.kind == "step" and record.attempt == anomaly.attempt:
+                times += told and record.step <= before
+                before = record.step
+        if told:
+            return times
+    return 0
+
+
+def _one_way(written: Sequence[StepT], later: int) -> dict[int, StepT]:
+    """{step: record} of the steps that led on: where the training went back, what had come after that is left out. The newest
+    `later` times of going back have not happened yet."""
+    ways: list[list[StepT]] = []
+    for record in written:
+        if not ways or record.step <= ways[-1][-1].step:
+            ways.append([])
+        ways[-1].append(record)
+    found: dict[int, StepT] = {}
+    for way in ways[: len(ways) - later]:
+        for step in [step for step in found if step >= way[0].step]:
+            del found[step]
+        found |= {record.step: record for record in way}
+    return found
 
 
 def earlier_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> list[Row]:

@@ -249,6 +249,8 @@ class Recorder:
             done.notes.append(NO_START)
         elif done.early:
             done.notes.append(EARLY_START)
+        if step < self._next - 1:
+            self._snapshots.went_back(step)
         if done.snapshot is not None:
             self._snapshots.publish(done.snapshot, step)
         self._next = step + 1

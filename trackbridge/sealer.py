@@ -117,6 +117,7 @@ class Sealer:
         self._waiting: deque[_Capsule] = deque()
         self._child: subprocess.Popen[str] | None = None
         self._giving_up = False
+        self._step = -1
         self._parted = 0  # ranks that have nothing more to report
 
     def consider(self, anomaly: Anomaly) -> Anomaly:
@@ -168,9 +169,10 @@ class Sealer:
         return None if shared is None else shared.anomaly.id
 
     def advance(self, step: int) -> None:
-        """Seal what is due: the step has passed the end of its window."""
+        """Seal what is due: the step has passed the end of its window, or the training went back: it ends here."""
+        back, self._step = step < self._step, step
         for capsule in self._capsules:
-            if capsule.open and step >= capsule.last:
+            if capsule.open and (back or step >= capsule.last):
                 self._ask(capsule)
         if self._explainer is not None:
             self._explainer.advance(step)

@@ -2,7 +2,8 @@
 
 On disk a snapshot is ``rank-NNNN/snapshots/step-N/``: ``state.safetensors`` and ``state.json`` (`trackbridge.tree`) of the
 tree ``{"models", "buffers", "optimizers", "scaler", "state"}`` before step N. ``state.json`` holds ``metadata``: step,
-attempt, rank, `missing` (what could not be stored and why), and `first`: step N is the first of its process.
+attempt, rank, `gone_back` (how often this process had gone back to an earlier step), `missing` (what could not be stored and
+why), and `first`: step N is the first of its process.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Snapshot:
     missing: dict[str, str]
     first: bool
     step: int = -1
+    gone_back: int = 0
     writing: bool = False
 
 
@@ -82,7 +84,7 @@ class Snapshots:
         self._every = config.snapshot_every
         self._budget = config.snapshot_bytes
         self._folder = directory.snapshots(rank)
-        self._facts = {"attempt": attempt, "rank": rank}
+        self._facts = {"attempt": attempt, "rank": rank, "gone_back": 0}
         self._clock = clock
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: hostcopy.HostMemory | None = None
@@ -125,8 +127,20 @@ class Snapshots:
     def publish(self, snapshot: Snapshot, step: int) -> None:
         """The step that `snapshot` was taken before has a number now."""
         snapshot.step = self._last = step
+        snapshot.gone_back = self._facts["gone_back"]
         with self._lock:
             self._kept.append(snapshot)
+
+    def went_back(self, step: int) -> None:
+        """The training goes on from before `step`, an earlier one: snapshots of later steps are of what it left."""
+        self._facts = {**self._facts, "gone_back": self._facts["gone_back"] + 1}
+        self._last = None if self._last is None else min(self._last, step)
+        with self._lock:
+            left = [snapshot for snapshot in self._kept if snapshot.step > step]
+            self._kept = [snapshot for snapshot in self._kept if snapshot.step <= step]
+        for snapshot in left:
+            if not snapshot.writing:
+                snapshot.memory.free()
 
     def discard(self, snapshot: Snapshot) -> None:
         """`snapshot` is not of the state before a step after all."""
@@ -208,14 +222,15 @@ class Snapshots:
 
     def _write(self, snapshot: Snapshot) -> None:
         folder = self._folder / f"step-{snapshot.step}"
-        if _attempt_of(folder) == self._facts["attempt"]:
+        if _is(folder, {"attempt": self._facts["attempt"], "gone_back": snapshot.gone_back}):
             return
         snapshot.copy.wait()
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        metadata = {"step": snapshot.step, **self._facts, "missing": snapshot.missing, "first": snapshot.first}
+        facts = {**self._facts, "gone_back": snapshot.gone_back}
+        metadata = {"step": snapshot.step, **facts, "missing": snapshot.missing, "first": snapshot.first}
         tree.save(temporary, _with_scaler_numbers(snapshot), tree.to_numpy(snapshot.copy.leaves), metadata=metadata)
-        if folder.exists():  # an earlier attempt's, whose capsules were sealed from it or never will be
+        if folder.exists():  # of an earlier attempt or before going back: its capsules were sealed from it or never will be
             shutil.rmtree(folder)
         temporary.rename(folder)
 
@@ -293,9 +308,10 @@ def _gathers(model: nn.Module) -> bool:
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
-def _attempt_of(folder: Path) -> int | None:
+def _is(folder: Path, facts: Mapping[str, int]) -> bool:
+    """Whether a snapshot of which `facts` are true is in `folder`."""
     try:
-        attempt = json.loads((folder / tree.STATE_JSON).read_text(encoding="utf-8"))["metadata"]["attempt"]
-    except (OSError, ValueError, LookupError):
-        return None
-    return int(attempt)
+        metadata = json.loads((folder / tree.STATE_JSON).read_text(encoding="utf-8"))["metadata"]
+        return all(metadata[name] == value for name, value in facts.items())
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

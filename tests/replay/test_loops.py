@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,34 @@ def test_a_resumed_run(tmp_path: Path) -> None:
         run.step(loss=update(model, optimizer, batch), batch=batch)
     assert verdict(run, plain_build) == "exact"
     assert trackbridge.pull(run.dir).attempt == 1
+
+
+def test_a_run_that_went_back_after_its_spike(tmp_path: Path) -> None:
+    """What the guard asks for, in the same process and before the capsule's window is full: the capsule holds the spike and
+    ends where the training left; the rollback takes the checkpoint that was saved on the way after it."""
+    torch.manual_seed(1)
+    run = trackbridge.init(**settings(tmp_path))
+    model, optimizer, _ = plain_build()
+    run.watch(model, optimizer)
+    data = list(DataLoader(Points(), 4))
+    saved: Any = None
+    for index, batch in enumerate(data[: BAD + 3]):
+        if index == BAD - 10:
+            saved = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, run)]
+        run.step(loss=update(model, optimizer, batch), batch=batch)
+    for part, state in zip((model, optimizer, run), saved, strict=True):
+        part.load_state_dict(state)
+    for index in range(BAD - 10, len(data)):
+        if index != BAD:
+            run.step(loss=update(model, optimizer, data[index]), batch=data[index], step=index)
+    later = tmp_path / "later.pt"
+    later.write_bytes(b"x")
+    run.checkpoint_saved(later, len(data))
+    assert verdict(run, plain_build) == "exact"
+    capsule = trackbridge.pull(run.dir)
+    assert capsule.span[1] == BAD + 2 and capsule.series()[BAD]["train/loss"] > 100, "the way that was left"
+    found = trackbridge.rollback(run.dir)
+    assert found.checkpoint is not None and found.checkpoint.path == later and found.rejected == ()
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
