@@ -99,7 +99,7 @@ def test_words_are_not_built_again_for_every_question(trainer: Trainer) -> None:
 
 def test_answers_and_memory_are_bounded(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "ANSWER_BYTES", 240)
-    monkeypatch.setattr(live, "HELD_BYTES", 24 * 100)
+    monkeypatch.setattr(live, "HELD_BYTES", (24 + live.ROW_BYTES) * 100)
     run = LiveRun(trainer.directory.path, Clock())
     at = run._reader.position
     trainer.train(90)
@@ -113,6 +113,7 @@ def test_answers_and_memory_are_bounded(trainer: Trainer, monkeypatch: pytest.Mo
     trainer.train(200)
     assert run.news(at, at) == {"reload": True}, "what was forgotten is not left out in silence"
     assert run.news(10**9, 0) == {"reload": True}
+    assert len(run._held) == 100, "a row of three values is not only its 24 bytes"
 
 
 def test_what_loading_again_would_bring_is_told(trainer: Trainer) -> None:

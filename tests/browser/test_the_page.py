@@ -161,6 +161,7 @@ def test_two_steps_are_ranked_by_the_divergence_of_their_weights(watch: Opener, 
         tab.locator(slider).fill(str(value))
     if tab.get_by_role("button", name=re.compile("All .* layers")).is_visible():
         tab.get_by_role("button", name=re.compile("All .* layers")).click()
+        assert tab.evaluate("document.activeElement.getAttribute('role')") == "region", "the button is gone, the focus is not"
     rows = [row.split("\t") for row in tab.locator("#comparison tbody").inner_text().splitlines() if "\t" in row]
     expected = {}
     for name in records[0].names:

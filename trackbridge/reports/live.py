@@ -28,6 +28,8 @@ from trackbridge.reports.run_page import run_page_data
 from trackbridge.rundir import RunDirectory
 
 HELD_BYTES = 64 << 20
+ROW_BYTES = 400
+"""What a row takes beside its values; most of it where it has only a few."""
 ANSWER_BYTES = 4 << 20
 STATUS_EVERY = 5.0
 """Seconds between two looks at whether the trainer still lives, while nothing comes."""
@@ -102,12 +104,12 @@ class LiveRun:
         for record in self._reader.read():
             if isinstance(record, Row):
                 self._held.append(record)
-                self._bytes += record.values.nbytes
+                self._bytes += record.values.nbytes + ROW_BYTES
             else:
                 self._changed = record.seq
         while self._bytes > HELD_BYTES and self._held:
             gone = self._held.popleft()
-            self._bytes -= gone.values.nbytes
+            self._bytes -= gone.values.nbytes + ROW_BYTES
             self._first = gone.seq + 1
 
     def _after(self, after: int) -> list[Row]:

@@ -15,7 +15,7 @@ function compare() {
   const place = (name, usual) => (host.dataset[name] ? nearest(steps, Number(host.dataset[name])) : usual);  // where the reader put it
   const a = slider("compare-a", place("from", page.subject ? onset - 1 : 0)), b = slider("compare-b", place("to", onset));
   const sayA = el("output", { for: "compare-a" }), sayB = el("output", { for: "compare-b" });
-  const all = el("button", { type: "button", onclick: () => { everything = true; draw(); } }, `All ${layersHere.length} layers`);
+  const all = el("button", { type: "button", onclick: () => { everything = true; draw(); table.focus(); } }, `All ${layersHere.length} layers`);
   const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers ranked by how much they changed" });
   let everything = layersHere.length <= MOST_COMPARED;
   host.replaceChildren(
