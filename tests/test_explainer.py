@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.capsules import an_anomaly
+from tests.test_seal import a_context, writer
+from trackbridge import explain
 from trackbridge.explainer import Explainer
-from trackbridge.records import Hypothesis
+from trackbridge.records import Hypothesis, Row, Schema
 from trackbridge.rundir import RunDirectory
 
 
@@ -35,3 +38,25 @@ def test_those_that_wait_are_explained_together(tmp_path: Path, monkeypatch: pyt
         job()
     assert asked == [["a-10", "a-11", "a-12"]] and list(told) == ["a-10", "a-11", "a-12"]
     assert explainer.finish(0.0)
+
+
+def test_the_rules_see_the_way_that_led_to_the_anomaly(tmp_path: Path) -> None:
+    """The training went back to step 10 before anybody explained the anomaly of step 20."""
+    directory = RunDirectory(tmp_path)
+    rows, ring = writer(directory.rows()), writer(directory.contexts())
+    anomaly = an_anomaly(id="a", step=20, onset=20)
+
+    def run(first: int, last: int, way: float) -> None:
+        for step in range(first, last):
+            rows.append(Row(-1, step, 0.0, 0, Schema(("train/loss",)), np.array([way])))
+            ring.append(a_context(step))
+
+    run(0, 21, 1.0)
+    rows.append(anomaly)
+    run(21, 23, 1.0)
+    run(10, 30, 2.0)
+    rows.close()
+    ring.close()
+    seen = explain._rows(directory, 0, anomaly, 25)
+    assert [row.step for row in seen] == list(range(23)) and {float(row.values[0]) for row in seen} == {1.0}
+    assert [context.step for context in explain._contexts(directory, 0, anomaly, 25)] == list(range(23))

@@ -74,12 +74,12 @@ def gather(
     held = [{context.step for context in ring} for ring, _ in rings.values() if ring]
     # From a start that the rings do not reach back to nothing can be replayed: its rows may be those of the whole run.
     first = min([wanted, *(start for start in starts if held and all(start in ring for ring in held))])
-    later = _went_back_since(directory, ranks, anomaly, range(first, end))
+    later = went_back_since(directory, ranks, anomaly, range(first, end))
     records = []
     for rank, (contexts, damage) in rings.items():
-        rows = _one_way(read_rows(directory, rank, anomaly.attempt, range(first, end)), later)
+        rows = one_way(read_rows(directory, rank, anomaly.attempt, range(first, end)), later)
         if rows:
-            records.append(RankRecord(rank, rows, _one_way([c for c in contexts if c.step >= first], later), damage))
+            records.append(RankRecord(rank, rows, one_way([c for c in contexts if c.step >= first], later), damage))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records, usable)
@@ -99,7 +99,7 @@ def read_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) ->
     return [r for r in reader.read() if isinstance(r, Row) and r.kind == "step" and r.attempt == attempt]
 
 
-def _went_back_since(directory: RunDirectory, ranks: Iterable[int], anomaly: Anomaly, steps: range) -> int:
+def went_back_since(directory: RunDirectory, ranks: Iterable[int], anomaly: Anomaly, steps: range) -> int:
     """How often the attempt went back to an earlier step after it had told of `anomaly`."""
     for rank in ranks:
         told, times, before = False, 0, -1
@@ -114,7 +114,7 @@ def _went_back_since(directory: RunDirectory, ranks: Iterable[int], anomaly: Ano
     return 0
 
 
-def _one_way(written: Sequence[StepT], later: int) -> dict[int, StepT]:
+def one_way(written: Sequence[StepT], later: int) -> dict[int, StepT]:
     """{step: record} of the steps that led on: where the training went back, what had come after that is left out. The newest
     `later` times of going back have not happened yet."""
     ways: list[list[StepT]] = []

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trackbridge import provenance
+from trackbridge import coverage, provenance
 from trackbridge.config import RecorderConfig
 from trackbridge.diagnosis import diagnose
 from trackbridge.journal import JournalReader
@@ -54,17 +54,22 @@ def _resumed(anomaly: Anomaly) -> tuple[str, ...]:
 
 
 def _rows(run_dir: RunDirectory, rank: int, anomaly: Anomaly, last: int) -> list[Row]:
-    """Step rows up to `last`, of the anomaly's attempt and, for the steps before it began, of earlier ones."""
-    reader = JournalReader(run_dir.rows(rank), kinds={Row}, steps=range(max(anomaly.onset - HISTORY, 0), last + 1))
+    """Step rows up to `last` that led to the anomaly: of its attempt and, for the steps before it began, of earlier ones."""
+    steps = range(max(anomaly.onset - HISTORY, 0), last + 1)
+    reader = JournalReader(run_dir.rows(rank), kinds={Row}, steps=steps)
     rows = [row for row in reader.read() if isinstance(row, Row) and row.kind == "step" and row.attempt <= anomaly.attempt]
-    own = [row.step for row in rows if row.attempt == anomaly.attempt]
-    return [row for row in rows if row.attempt == anomaly.attempt or (own and row.step < min(own))]
+    later = coverage.went_back_since(run_dir, run_dir.ranks(), anomaly, steps)
+    own = coverage.one_way([row for row in rows if row.attempt == anomaly.attempt], later)
+    return [*(row for row in rows if row.attempt < anomaly.attempt and own and row.step < min(own)), *own.values()]
 
 
 def _contexts(run_dir: RunDirectory, rank: int, anomaly: Anomaly, last: int) -> list[StepContext]:
     steps = range(max(anomaly.onset - CONTEXTS, 0), last + 1)
     reader = JournalReader(run_dir.contexts(rank), kinds={StepContext}, steps=steps)
-    return [c for c in reader.read() if isinstance(c, StepContext) and c.attempt <= anomaly.attempt]
+    found = [c for c in reader.read() if isinstance(c, StepContext) and c.attempt <= anomaly.attempt]
+    later = coverage.went_back_since(run_dir, run_dir.ranks(), anomaly, steps)
+    own = coverage.one_way([c for c in found if c.attempt == anomaly.attempt], later)
+    return [*(c for c in found if c.attempt < anomaly.attempt), *own.values()]
 
 
 def changes(run_dir: RunDirectory, rank: int, attempt: int) -> list[str]:
