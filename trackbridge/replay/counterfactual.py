@@ -58,7 +58,15 @@ class Asked:
         if match is None:
             raise UsageError(f"{text!r} is no change to try; the form is NAME[=VALUE][@STEP[-STEP]], such as lower-lr=0.5")
         first, last = (None if match[key] is None else int(match[key]) for key in ("first", "last"))
+        if first is not None and last is not None and last < first:
+            raise UsageError(f"{text!r}: step {last} comes before step {first}")
         return cls(text.strip(), plugins.load(GROUP, match["name"]), match["value"], first, last)
+
+    def check(self, capsule: SpikeCapsule) -> None:
+        """Raises `UsageError` where the steps it names are none of the window."""
+        first, last = capsule.restart_step, capsule.span[1]
+        if self.first is not None and (self.first > last or (self.first if self.last is None else self.last) < first):
+            raise UsageError(f"{self.text}: the window is steps {first} to {last}")
 
 
 def what_if(
@@ -88,6 +96,8 @@ def what_if(
 
     began = time.monotonic()
     wanted = [Asked.parse(text) for text in expand(tries, capsule.anomaly)]
+    for asked in wanted:
+        asked.check(capsule)
     own_rank = this_rank() if rank is None else rank
     replay = replay or capsule.replay
     ours = replay is not None and (replay.rank == own_rank or Ranks.current().world_size > 1)  # one report for all ranks
@@ -122,9 +132,12 @@ def what_if(
 
 
 def expand(tries: Sequence[str], anomaly: Anomaly) -> list[str]:
-    """The names to try, each once: "all" stands for those that the hypotheses name, then `DEFAULT`."""
+    """The names to try, each once, also from one text with commas: "all" stands for those that the hypotheses name, then for
+    `DEFAULT`."""
     names: list[str] = []
-    for text in tries:
+    for text in tries.split(",") if isinstance(tries, str) else tries:
+        if not isinstance(text, str):
+            raise UsageError(f"a change to try is a text such as 'lower-lr=0.5', not a {type(text).__name__}")
         if text.strip() != ALL:
             names.append(text.strip())
             continue
@@ -139,8 +152,8 @@ def expand(tries: Sequence[str], anomaly: Anomaly) -> list[str]:
 
 
 def ranked(tries: Sequence[Try]) -> tuple[Try, ...]:
-    """In order: what prevented the anomaly, then what did not, each by score; then what did not run. Scores that differ by less
-    than `TOLD_APART` are a tie, which the change that gave up less wins."""
+    """In order: what prevented the anomaly, then what did not, each by score; then what did not run. Scores that are the same to
+    the nearest `TOLD_APART` are a tie, which the change that gave up less wins."""
 
     def place(t: Try) -> tuple[bool, int, float, float]:
         score = t.score or 0.0
