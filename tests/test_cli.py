@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_replay_that_cannot_run_is_status_3_and_one_line(recorded: Path, build: 
     result = call("replay", recorded, "--build", build)
     assert result.exit_code == 3
     assert one_line(result.stderr).startswith("trackbridge: ")
+
+
+@pytest.mark.parametrize("build", ["build_that_exits", "build_whose_step_exits"])
+def test_an_exit_of_the_users_own_code_is_no_verdict(recorded: Path, build: str) -> None:
+    result = call("replay", recorded, "--build", f"tests.test_cli:{build}")
+    assert result.exit_code == 3 and "your code ended the process (sys.exit(0))" in one_line(result.stderr)
+
+
+def build_that_exits() -> Any:
+    sys.exit(0)
+
+
+def build_whose_step_exits() -> Any:
+    made = replays.build()
+    made.step = lambda *_: sys.exit(0)
+    return made
 
 
 def test_an_error_in_the_users_own_code_keeps_its_traceback(recorded: Path) -> None:

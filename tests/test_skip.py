@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import trackbridge
 from trackbridge.batches import Feed, Fetch, LoaderBook
+from trackbridge.errors import UsageError
 from trackbridge.skip import Skip, SkipPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -69,6 +70,13 @@ def test_the_same_samples_in_another_epoch_are_trained_on() -> None:
     plan = SkipPlan(skips=(Skip(epoch=2, sample_ids=(8, 9, 10, 11)),))
     seen = epochs(loader, 4, plan)
     assert [epoch for epoch in range(4) if (epoch, 2) not in seen] == [2]
+
+
+def test_what_is_no_plan_is_told_at_once(tmp_path: Path) -> None:
+    run = trackbridge.init(dir=tmp_path)
+    with pytest.raises(UsageError, match="takes a SkipPlan or the path of one, not a dict"):
+        run.batches(shuffled(), skip={"skips": []})  # type: ignore[arg-type]
+    run.finish()
 
 
 def test_each_rank_skips_its_own_share() -> None:

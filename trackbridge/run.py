@@ -343,6 +343,8 @@ class Run:
         than the state of `load_state_dict`.
         """
         plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
+        if not isinstance(plan, (SkipPlan, type(None))):
+            raise UsageError(f"run.batches(skip=...) takes a SkipPlan or the path of one, not a {type(plan).__name__}")
         rank = self._info.rank
         return Feed(loader, self._intake, book=self._book, skip=plan, epoch=epoch, part=self._feeding, rank=rank)
 

@@ -163,12 +163,30 @@ def test_every_hypothesis_names_a_change_that_exists(rule: Any) -> None:
         ("skip-batch=0.5", "not a whole number"),
         ("warmup=-1", "not a whole number"),
         ("spam=0", "must be above 0"),
+        ("reset-momentum=7", "takes no value"),
+        ("hold-lr=1e-3", "takes no value"),
+        ("full-precision=16", "takes no value"),
+        ("clip@9-8", "step 8 comes before step 9"),
+        ("skip-batch@0", "the window is steps"),
+        ("clip@99999", "the window is steps"),
     ],
 )
 def test_a_change_that_makes_no_sense_is_said_in_one_line(spike: SpikeCapsule, text: str, message: str) -> None:
     with pytest.raises((UsageError, ConfigError), match=message) as caught:
         what_if(spike, build, [text])
     assert "\n" not in str(caught.value)
+
+
+def test_changes_may_come_as_one_text(spike: SpikeCapsule) -> None:
+    assert expand("clip=0.5, spam", spike.anomaly) == ["clip=0.5", "spam"]
+    with pytest.raises(UsageError, match="not a int"):
+        what_if(spike, build, [3])  # type: ignore[list-item]
+
+
+def test_to_leave_out_all_that_is_left_cannot_be_judged(spike: SpikeCapsule) -> None:
+    first, last = spike.restart_step, spike.span[1]
+    (tried,) = what_if(spike, build, [f"skip-batch@{first}-{last}"]).tries
+    assert tried.outcome == "not-runnable" and "leaves out all steps" in tried.reason
 
 
 def test_what_cannot_be_tried_says_why(spike: SpikeCapsule, tmp_path: Path) -> None:
@@ -334,3 +352,7 @@ def test_the_command_line(spike: SpikeCapsule, tmp_path: Path) -> None:
     ):
         refused = CliRunner().invoke(app, ["replay", str(run), *wrong])
         assert refused.exit_code == 3 and message in refused.stderr and refused.stderr.count("\n") == 1
+
+    late = CliRunner().invoke(app, ["replay", str(run), "--build", target, "--try", "clip=two", "--no-keep"])
+    assert late.exit_code == 3 and late.stderr.endswith("clip=two: not a number\n")
+    assert "verdict: exact" in late.stdout, "a replay that is done is not lost with the change that could not be tried"

@@ -120,6 +120,7 @@ def perturbed(perturb: Perturb, at: int, seed: int) -> Callable[[], Rebuilt]:
 CASES = int(os.environ.get("PERTURBED_REPLAYS", "56"))
 
 
+@pytest.mark.timeout(180 + 6 * CASES)
 def test_no_perturbed_replay_is_exact(capsule: SpikeCapsule) -> None:
     generator = random.Random(20240607)
     for case in range(CASES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -219,6 +220,26 @@ def test_another_optimizer(capsule: SpikeCapsule) -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, 1.0), "SGD.* is not the recorded one: no momentum was recorded"),
+        (lambda p: torch.optim.RMSprop(p, 1.0), "RMSprop.* is not the recorded one: no alpha was recorded"),
+        (lambda p: torch.optim.NAdam(p, 1.0), "NAdam.* cannot take the recorded state: KeyError"),
+        (lambda p: torch.optim.AdamW(p[::-1], 1.0), r"parameters in another order: the recorded exp_avg"),
+    ],
+    ids=["SGD", "RMSprop", "NAdam", "another order"],
+)
+def test_an_optimizer_of_another_kind_is_told_before_the_first_step(capsule: SpikeCapsule, make: Any, words: str) -> None:
+    def build() -> tuple[Any, ...]:
+        model = Model()
+        return model, make(list(model.parameters())), lambda *_: 0.0
+
+    with pytest.raises(UsageError, match=words) as caught:
+        rerun(capsule, build)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("built", "words"),
     [
         (None, "returned a NoneType; return"),
@@ -244,6 +265,42 @@ def test_a_step_that_returns_no_loss(capsule: SpikeCapsule) -> None:
         rerun(capsule, build)
 
 
+@pytest.mark.parametrize("loss", [torch.tensor(1 + 2j), torch.zeros(2), {}, {"a": "b"}], ids=str)
+def test_what_is_no_loss_is_said(capsule: SpikeCapsule, loss: Any) -> None:
+    def build() -> Rebuilt:
+        rebuilt = replays.build()
+        rebuilt.step = lambda *_: loss
+        return rebuilt
+
+    with pytest.raises(UsageError, match="at step 48; return the step's loss, a real scalar"):
+        rerun(capsule, build)
+
+
+def test_a_loss_as_a_numpy_scalar(capsule: SpikeCapsule) -> None:
+    def build() -> Rebuilt:
+        rebuilt = replays.build()
+        inner = rebuilt.step
+        rebuilt.step = lambda *arguments: np.float64(inner(*arguments))
+        return rebuilt
+
+    assert rerun(capsule, build).verdict == "exact"
+
+
+def test_what_no_generator_gives_is_not_noise(capsule: SpikeCapsule) -> None:
+    """As if drawn from the operating system: two replays differ from each other as much as from the record."""
+    source = itertools.count(1)
+
+    def build() -> Rebuilt:
+        rebuilt = replays.build()
+        plain = rebuilt.step.made.loss  # type: ignore[attr-defined]
+        shift = next(source)
+        rebuilt.step.made.loss = lambda batch: plain([batch[0].roll(shift, 1)])  # type: ignore[attr-defined]
+        return rebuilt
+
+    report = rerun(capsule, build)
+    assert report.verdict == "not-reproduced" and "something random was not captured" in report.reason
+
+
 def test_a_step_that_fails(capsule: SpikeCapsule) -> None:
     def build() -> Rebuilt:
         rebuilt = replays.build()
@@ -262,6 +319,8 @@ def test_a_step_that_fails(capsule: SpikeCapsule) -> None:
 def test_two_runs_at_least(capsule: SpikeCapsule) -> None:
     with pytest.raises(UsageError, match="at least 2"):
         rerun(capsule, replays.build, runs=1)
+    with pytest.raises(UsageError, match="at least 2, not '3'"):
+        rerun(capsule, replays.build, runs="3")  # type: ignore[arg-type]
 
 
 # -- damage

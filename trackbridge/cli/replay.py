@@ -58,9 +58,13 @@ def replay(
             _plan(capsule, plan)
         if build is None:
             return
-        report, table = _replay(capsule, build, runs, tries)
+        report, table, problem = _replay(capsule, build, runs, tries)
     except TrackbridgeError as error:
         typer.echo(f"trackbridge: {error}", err=True)
+        raise typer.Exit(ERROR) from None
+    except SystemExit as error:  # its status is no verdict
+        said = f"your code ended the process (sys.exit({error.code!r})); put a script's own run under if __name__ == '__main__'"
+        typer.echo(f"trackbridge: --build {build}: {said}", err=True)
         raise typer.Exit(ERROR) from None
     except Exception:  # in the user's own code, whose traceback is what they need
         traceback.print_exc()
@@ -74,6 +78,9 @@ def replay(
                 _print_table(table)
         if keep or publish:
             _keep(capsule, report, table, publish=publish)
+    if problem is not None:
+        typer.echo(f"trackbridge: {problem}", err=True)
+        raise typer.Exit(ERROR)
     raise typer.Exit(EXIT[report.verdict])
 
 
@@ -117,7 +124,8 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
 
 def _replay(
     capsule: SpikeCapsule, build: str, runs: int, tries: str | None
-) -> tuple[ReplayReport, CounterfactualReport | None]:
+) -> tuple[ReplayReport, CounterfactualReport | None, TrackbridgeError | None]:
+    """(the replay, the table, why there is no table): a replay that is done is not lost with what was to follow."""
     from rich.progress import Progress
 
     from trackbridge.replay import rerun, what_if
@@ -125,7 +133,7 @@ def _replay(
 
     for text in tries.split(",") if tries else ():
         if text.strip() != "all":
-            Asked.parse(text)  # before the long work
+            Asked.parse(text).check(capsule)  # before the long work
     progress = console(stderr=True)
     with progress.status("Loading your code ..."):
         made = function(build)
@@ -139,12 +147,15 @@ def _replay(
 
         report = rerun(capsule, made, runs=runs, on_step=on_step)
         if tries is None or report.verdict == "incomplete":
-            return report, None
+            return report, None, None
 
         def on_try(name: str, number: int, count: int, step: int, last: int) -> None:
             bar.update(task, description=plain(name), total=count * length, completed=number * length + step - first + 1)
 
-        return report, what_if(capsule, made, tries.split(","), replay=report, on_step=on_try)
+        try:
+            return report, what_if(capsule, made, tries.split(","), replay=report, on_step=on_try), None
+        except TrackbridgeError as error:
+            return report, None, error
 
 
 def _both(report: ReplayReport, table: CounterfactualReport) -> str:

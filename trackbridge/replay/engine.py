@@ -63,8 +63,8 @@ def rerun(
     """
     if not callable(build):
         raise UsageError(f"build must be a function that returns (model, optimizer, step), not a {type(build).__name__}")
-    if runs < 2:
-        raise UsageError("runs must be at least 2: without a second replay the noise is not known")
+    if not isinstance(runs, int) or runs < 2:
+        raise UsageError(f"runs must be at least 2, not {runs!r}: without a second replay the noise is not known")
     began = time.monotonic()
     replay = Replay(capsule, build, this_rank() if rank is None else rank, deterministic, on_step)
     try:
@@ -303,7 +303,7 @@ def _rates(rebuilt: Rebuilt, instruments: Instruments) -> Iterator[list[Mapping[
 
 def _loss(loss: Any, step: int) -> tuple[float, float, dict[str, float]]:
     """(total, eps of its dtype, parts by series) of what the step function returned."""
-    if isinstance(loss, Mapping):
+    if isinstance(loss, Mapping) and loss:
         parts = {name: _number(value, step) for name, value in loss.items()}
         total = parts["loss"] if "loss" in parts else (sum(v for v, _ in parts.values()), max((e for _, e in parts.values())))
         return *total, {f"{LOSS}/{names.legal(name)}": value for name, (value, _) in parts.items() if name != "loss"}
@@ -311,12 +311,13 @@ def _loss(loss: Any, step: int) -> tuple[float, float, dict[str, float]]:
 
 
 def _number(value: Any, step: int) -> tuple[float, float]:
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         eps = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
         return float(value.detach()), max(eps, torch.finfo(torch.float32).eps)
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float, np.integer, np.floating)):
         return float(value), torch.finfo(torch.float32).eps
-    raise UsageError(f"the step function returned a {type(value).__name__} at step {step}; return the step's loss, a scalar")
+    kind = f"{value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise UsageError(f"the step function returned a {kind} at step {step}; return the step's loss, a real scalar")
 
 
 def _problem(before: rng.RestoreReport, batches: MicroBatches) -> str | None:

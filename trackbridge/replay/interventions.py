@@ -5,7 +5,7 @@ entry-point group ``trackbridge.interventions``; a third party's is registered i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -32,11 +32,9 @@ def rerun(trial: Trial, value: str | None) -> str:
 
 def skip_batch(trial: Trial, value: str | None) -> str:
     """The suspected batches are not trained on; ``skip-batch=N``: N batches from the first suspected one on."""
-    steps = trial.guilty
-    if trial.aimed:
-        steps = tuple(range(trial.start, (trial.start if trial.last == trial.capsule.span[1] else trial.last) + 1))
+    steps: Sequence[int] = trial.aimed or trial.guilty
     if value is not None:
-        steps = tuple(range(steps[0], steps[0] + _whole("skip-batch", value)))
+        steps = range(steps[0], steps[0] + _whole("skip-batch", value))
     if steps[-1] >= trial.capsule.span[1]:
         raise NotRunnable(f"that leaves out all steps from {steps[0]} on: nothing of the window is left to judge by")
     for step in steps:
@@ -57,6 +55,7 @@ def lower_lr(trial: Trial, value: str | None) -> str:
 
 def hold_lr(trial: Trial, value: str | None) -> str:
     """The learning rate is not let above the one before its jump."""
+    _none("hold-lr", value)
     record = {**trial.capsule.history, **trial.capsule.series()}
     rates = [(step, row["train/lr"]) for step, row in sorted(record.items()) if row.get("train/lr", 0.0) > 0]
     rates = [(step, rate) for step, rate in rates if step <= trial.guilty[-1]]
@@ -114,6 +113,7 @@ def clip(trial: Trial, value: str | None) -> str:
 
 def reset_momentum(trial: Trial, value: str | None) -> str:
     """The optimizer's moments are forgotten once."""
+    _none("reset-momentum", value)
     trial.acted = 0
 
     def reset() -> None:
@@ -144,6 +144,7 @@ def spam(trial: Trial, value: str | None) -> str:
 
 def full_precision(trial: Trial, value: str | None) -> str:
     """Everything in float32: no autocast, and parameters, buffers, moments and inputs of lower precision cast up."""
+    _none("full-precision", value)
     trial.start = trial.capsule.restart_step
     cast = sum(map(_to_float32, trial.rebuilt.models.values()))
     for optimizer in trial.rebuilt.optimizers.values():
@@ -194,6 +195,11 @@ def _norm(optimizer: Optimizer) -> float:
 
 def _span(trial: Trial) -> str:
     return f"from step {trial.start} " + ("on" if trial.last == trial.capsule.span[1] else f"to step {trial.last}")
+
+
+def _none(name: str, value: str | None) -> None:
+    if value is not None:
+        raise UsageError(f"{name}={value}: {name} takes no value")
 
 
 def _number(name: str, value: str | None, default: float) -> float:

@@ -19,11 +19,20 @@ SINGLE = 64.0
 between the replays in the same statistic of any layer; one ULP is added for the rounding. Under noise alone, two replays gave
 at most 2.1 and 16 in 24 trials on a small model; a flipped bit of an exponent gave at least 5 and 28 (docs/replay.md)."""
 
+ROUNDING = 2.0**16
+"""One last bit of bfloat16. Replays of the first step begin with the same bits: where their gradients typically differ
+by more, that is not rounding, but something random that was not captured."""
+
 SUSPECTS = 8
 
 _NOT_REPRODUCED = (
     "the replay differs from the record by more than the replays differ from each other: a transient fault of the recording "
     "machine, a difference in code or environment, or state that was not captured"
+)
+
+_RANDOM = (
+    "the replays already differ from each other at their first step by more than rounding can ({:.3g} ULP of float32): "
+    "something random was not captured; name your generators in run.watch(generators=...) and Rebuilt(generators=...)"
 )
 
 Record = Mapping[int, Mapping[str, float]]
@@ -61,6 +70,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
     floors: dict[str, float] = {}
     problems: dict[str, int] = {}
     no_loss: list[int] = []
+    opening = 0.0
     unknown = 0  # steps after which the random state is not known
     for place, step in enumerate(sorted(histories[0])):
         recorded, runs = record[step], [history[step] for history in histories]
@@ -70,6 +80,9 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
             floors[family(name)] = max(floors.get(family(name), 0.0), distance)
         every = {d.series: d for _, differences in reversed(results) for d in differences}
         nearest = {name: min(_distance(name, differences) for _, differences in results) for name in every}
+        if place == 0:
+            moved = [distance for name, distance in noise.items() if family(name) == "layer/*/grad_norm"]
+            opening = median(moved) if moved else 0.0
         typical = max(typical, median(noise.values()) if noise else 0.0)
         within = within and _is_noise(nearest, typical, floors)
         worst = max(every.values(), key=lambda d: d.ulp, default=None)
@@ -99,7 +112,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
             )
         )
     first = None if left_at is None else blame(left_at, record[left_at], differences_from)
-    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss, unknown)
+    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss, unknown, opening)
     floor, most = max(report.noise_ulp for report in steps), max(report.noise_max_ulp for report in steps)
     return Judgement(verdict, reason, tuple(steps), first, floor, most, missing)
 
@@ -111,6 +124,7 @@ def _verdict(
     problems: Mapping[str, int],
     no_loss: Sequence[int],
     unknown: int,
+    opening: float,
 ) -> tuple[Verdict, str, tuple[str, ...]]:
     moved = next((report.step for report in steps if report.rng == "differs after"), None)
     span = f"steps {steps[0].step} to {steps[-1].step}"
@@ -118,6 +132,8 @@ def _verdict(
         why, step = next(iter(problems.items()))
         reason = f"the random state could not be restored exactly before step {step}: {why}"
         return "incomplete", reason, tuple(problems)
+    if first is not None and opening > ROUNDING:
+        return "not-reproduced", _RANDOM.format(opening), ()
     if first is not None and not within:
         return "not-reproduced", _NOT_REPRODUCED, ()
     if no_loss:

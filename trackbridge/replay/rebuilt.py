@@ -96,6 +96,10 @@ class Rebuilt:
         return missing
 
 
+_SHAPED = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+"""What every optimizer that has it keeps in the shape of its parameter."""
+
+
 def _same_keys(kind: str, here: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
     if recorded.keys() != here.keys():
         raise UsageError(f"build() returned the {kind} {_list(here)}; the recording watched {_list(recorded)}")
@@ -154,7 +158,20 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], what: str) -
         raise UsageError(f"build() returned an {what} with groups of {here} parameters; recorded were {sizes}")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    optimizer.load_state_dict(_sharded(state, dict(zip(numbers, parameters, strict=True))))
+    recorded = _sharded(state, dict(zip(numbers, parameters, strict=True)))
+    for parameter, moments in ((p, recorded["state"].get(number, {})) for number, p in zip(numbers, parameters, strict=True)):
+        for key in _SHAPED & moments.keys():
+            if moments[key].shape != parameter.shape:
+                shapes = f"{tuple(moments[key].shape)} where the parameter has {tuple(parameter.shape)}"
+                raise UsageError(f"build() returned an {what} with parameters in another order: the recorded {key} is {shapes}")
+    kind = type(optimizer).__name__
+    try:
+        optimizer.load_state_dict(recorded)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"build() returned an {what} ({kind}) that cannot take the recorded state: {error!r:.200}") from None
+    lacking = [key for key in optimizer.defaults if any(key not in group for group in optimizer.param_groups)]
+    if lacking:
+        raise UsageError(f"build() returned an {what} ({kind}) that is not the recorded one: no {lacking[0]} was recorded")
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in state["state"].get(number, {}).items():
             loaded = optimizer.state[parameter].get(key)

@@ -31,6 +31,7 @@ class Trial:
         capsule, rebuilt: the record, and the user's objects with the recorded state in them.
         guilty: the steps whose batches are suspected, ascending.
         start, last: the steps between which the change is to act, both included.
+        aimed: the steps that were asked for by number; empty where none were.
         step: the step under way.
         acted: how often the change came into play, where the intervention counts that; None where it does not.
         norm, on_step: what the caller wants to know of each step.
@@ -47,9 +48,9 @@ class Trial:
     ) -> None:
         self.capsule = capsule
         self.guilty = guilty
-        self.start = max(capsule.restart_step, guilty[0] - LEAD) if start is None else start
+        self.start = max(capsule.restart_step, guilty[0] - LEAD if start is None else start)
         self.last = capsule.span[1] if last is None else last
-        self.aimed = start is not None
+        self.aimed = range(0) if start is None else range(self.start, (start if last is None else last) + 1)
         self.step = capsule.restart_step
         self.rebuilt: Rebuilt
         self.what = ""
