@@ -205,9 +205,38 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "step-100.pt (after 100 steps)" in shown.stdout
     assert "it was saved after layer/h.0.weight/grad_norm began to move at step 175" in shown.stdout
     told = json.loads(CliRunner().invoke(app, ["rollback", str(path), "--json"]).stdout)
-    assert told["checkpoint"]["step"] == 100 and told["rejected"][0]["step"] == 200
+    assert told["checkpoint"]["step"] == told["before"]["step"] == 100 and told["rejected"][0]["step"] == 200
+    assert "has that step in it" not in shown.stdout
 
     empty = Recording(tmp_path / "e")
     empty.steps(0, 3)
     nothing = CliRunner().invoke(app, ["rollback", str(empty.tell())])
     assert nothing.exit_code == 1 and "no checkpoint was told of" in nothing.stdout
+
+
+def test_a_checkpoint_from_after_a_spike_that_was_over_comes_with_the_one_from_before_it(tmp_path: Path) -> None:
+    run = Recording(tmp_path / "r")
+    for step in (100, 200, 300):
+        run.steps(step - 100, step)
+        run.save(step)
+    run.steps(300, 310)
+    path = run.tell(anomaly(220, recovered_after=2))
+    found = rollback(path)
+    assert found.checkpoint is not None and found.checkpoint.step == 300 and found.after
+    assert found.before is not None and found.before.step == 200 and not found.rejected
+    shown = CliRunner().invoke(app, ["rollback", str(path)])
+    words = " ".join(shown.stdout.split())
+    assert "the spike of step 220 was over, and has that step in it; from before it:" in words
+    assert json.loads(CliRunner().invoke(app, ["rollback", str(path), "--json"]).stdout)["before"]["step"] == 200
+
+
+def test_where_none_is_from_before_the_spike_that_is_said(tmp_path: Path) -> None:
+    run = Recording(tmp_path / "r")
+    run.steps(0, 100)
+    run.save(100)
+    run.steps(100, 110)
+    path = run.tell(anomaly(50, recovered_after=2))
+    found = rollback(path)
+    assert found.checkpoint is not None and found.before is None and found.after
+    words = " ".join(CliRunner().invoke(app, ["rollback", str(path)]).stdout.split())
+    assert "no clean checkpoint is from before it" in words

@@ -35,6 +35,9 @@ class Saved:
     step: int
     attempt: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.path} (after {self.step} steps)"
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
@@ -47,17 +50,25 @@ class Rejected:
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """Where to go back to. `checkpoint` is the newest clean one, None if there is none; `rejected` are the newer ones, newest
-    first. `anomaly` is what is gone back from, None if the run has none; `precursor` its first sign (series, step)."""
+    first. `anomaly` is what is gone back from, None if the run has none; `precursor` its first sign (series, step). Where
+    `checkpoint` was saved when that was already over, `before` is the newest clean one without its steps: the one to take when
+    they are not to have happened, as with a skip plan."""
 
     anomaly: Anomaly | None
     precursor: tuple[str, int] | None
     checkpoint: Saved | None
     rejected: tuple[Rejected, ...] = ()
+    before: Saved | None = None
+
+    @property
+    def after(self) -> bool:
+        """Whether `checkpoint` has the anomaly's steps in it (which was over by then)."""
+        return self.checkpoint is not None and self.checkpoint != self.before
 
     def __str__(self) -> str:
         if self.checkpoint is None:
             return f"none of the {len(self.rejected)} checkpoints is clean" if self.rejected else "no checkpoint was told of"
-        return f"{self.checkpoint.path} (after {self.checkpoint.step} steps)"
+        return str(self.checkpoint)
 
 
 def rollback(run: str | Path, *, step: int | None = None) -> Rollback:
@@ -69,13 +80,17 @@ def rollback(run: str | Path, *, step: int | None = None) -> Rollback:
     lives = Lives.read(find(run))
     anomaly = lives.subject(step)
     precursor = None if anomaly is None else lives.precursor(anomaly)
+    newest: Saved | None = None
     rejected: list[Rejected] = []
     for saved in sorted(lives.checkpoints, key=lives.order, reverse=True):
         why = lives.fault(saved)
         if why is None:
-            return Rollback(anomaly, precursor, saved, tuple(rejected))
-        rejected.append(Rejected(saved, why))
-    return Rollback(anomaly, precursor, None, tuple(rejected))
+            newest = newest or saved
+            if anomaly is None or not lives.has(saved, anomaly):
+                return Rollback(anomaly, precursor, newest, tuple(rejected), saved)
+        elif newest is None:
+            rejected.append(Rejected(saved, why))
+    return Rollback(anomaly, precursor, newest, tuple(rejected))
 
 
 def saved_checkpoints(directory: RunDirectory) -> list[Saved]:
@@ -179,7 +194,7 @@ class Lives:
         life = self._lives[saved.path]
         for anomaly in self.anomalies:
             series, first = self.precursor(anomaly)
-            if saved.step > first and self._led_to(life, self._lives[anomaly.id], first) and saved.step <= self._over(anomaly):
+            if self.has(saved, anomaly) and saved.step <= self._over(anomaly):
                 sign = f"after {series} began to move at step {first}"
                 until = "" if anomaly.recovered_after is None else f", over at step {anomaly.onset + anomaly.recovered_after}"
                 return f"was saved {sign}: {anomaly.kind} in {anomaly.series} at step {anomaly.onset}{until}"
@@ -190,6 +205,11 @@ class Lives:
         if (life, saved.step) in self._lost:
             return f"gave a loss that was not finite in the very next step ({saved.step})"
         return None
+
+    def has(self, saved: Saved, anomaly: Anomaly) -> bool:
+        """Whether the step of the first sign of `anomaly` is among those that made `saved`."""
+        first = self.precursor(anomaly)[1]
+        return saved.step > first and self._led_to(self._lives[saved.path], self._lives[anomaly.id], first)
 
     def _led_to(self, life: int, earlier: int, step: int) -> bool:
         """Whether `step` of the life `earlier` is among the steps that made what was saved in `life`."""

@@ -31,6 +31,7 @@ def rollback(
                 "anomaly": None if found.anomaly is None else asdict(found.anomaly),
                 "precursor": found.precursor,
                 "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
+                "before": None if found.before is None else asdict(found.before),
                 "rejected": [{**asdict(rejected.saved), "why": rejected.why} for rejected in found.rejected],
             }
         )
@@ -43,9 +44,12 @@ def rollback(
         if found.precursor is not None:
             out.print(f"its first sign: {plain(found.precursor[0])} at step {found.precursor[1]}")
         for rejected in found.rejected:
-            saved = f"{rejected.saved.path} (after {rejected.saved.step} steps)"
-            out.print(f"[red]not[/] {plain(saved)}: it {plain(rejected.why)}")
+            out.print(f"[red]not[/] {plain(rejected.saved)}: it {plain(rejected.why)}")
         colour = "red" if found.checkpoint is None else "green"
         out.print(f"go back to: [bold {colour}]{plain(found)}[/]")
+        if found.after and found.anomaly is not None:
+            over = f"it was saved when the {found.anomaly.kind} of step {found.anomaly.onset} was over, and has that step in it"
+            other = "no clean checkpoint is from before it" if found.before is None else f"from before it: {found.before}"
+            out.print(f"  {plain(over)}; {plain(other)}")
     if found.checkpoint is None:
         raise typer.Exit(1)
