@@ -444,6 +444,10 @@ def test_a_steps_context_is_on_disk_before_its_row(tmp_path: Path, monkeypatch: 
 def test_checkpoints_are_in_the_record(tmp_path: Path) -> None:
     with trackbridge.init(dir=tmp_path, strict=True) as run:
         run.step(loss=1.0)
+        with pytest.raises(trackbridge.errors.UsageError, match="takes a path and a number of steps"):
+            run.checkpoint_saved("ckpt/1.pt", "latest")  # type: ignore[arg-type]
+        with pytest.raises(trackbridge.errors.UsageError, match="0 steps or more"):
+            run.checkpoint_saved("ckpt/1.pt", -1)
         run.checkpoint_saved("ckpt/1.pt", 1)
     saved = [p.values["checkpoint"] for p in trackbridge.load(run.dir).params if "checkpoint" in p.values]
     assert saved == [{"path": str(Path("ckpt/1.pt").absolute()), "step": 1}]

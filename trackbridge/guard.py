@@ -262,8 +262,8 @@ class Guard:
 
 def _number(value: Tensor | float) -> float:
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise UsageError(f"run.guard takes a scalar, not a tensor of shape {tuple(value.shape)}")
+        if value.numel() != 1 or value.is_complex():
+            raise UsageError(f"run.guard takes a real scalar, not a {value.dtype} tensor of shape {tuple(value.shape)}")
         return float(value.detach())
     try:
         return float(value)

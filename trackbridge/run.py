@@ -549,11 +549,21 @@ class Run:
             self._accepted.add("log_artifact")
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
-        """Tell the record that a checkpoint of the state after `step` steps is at `path`."""
-        if not self._inert():
-            self._scribe.submit(
-                Params(-1, time.time(), {"checkpoint": {"path": str(Path(path).absolute()), "step": int(step)}})
-            )
+        """Tell the record that a checkpoint of the state after `step` steps is at `path`.
+
+        Raises `UsageError` on the first call only, for what is no path or no number of steps.
+        """
+        if self._inert():
+            return
+        with self._used("checkpoint_saved"):
+            try:
+                place, steps = str(Path(path).absolute()), int(step)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise UsageError(f"run.checkpoint_saved takes a path and a number of steps: {error}") from None
+            if steps < 0:
+                raise UsageError(f"run.checkpoint_saved: a checkpoint has 0 steps or more in it, not {steps}")
+            self._scribe.submit(Params(-1, time.time(), {"checkpoint": {"path": place, "step": steps}}))
+            self._accepted.add("checkpoint_saved")
 
     # your own checkpoint
 

@@ -147,6 +147,16 @@ def test_without_the_scheduler(capsule: SpikeCapsule) -> None:
     assert report.verdict == "incomplete" and "state 'schedule' was recorded" in report.missing[0]
 
 
+def test_state_of_another_kind(capsule: SpikeCapsule) -> None:
+    def build() -> Rebuilt:
+        rebuilt = replays.build()
+        rebuilt.state = {"schedule": torch.nn.Linear(1, 1)}
+        return rebuilt
+
+    with pytest.raises(UsageError, match=r"state 'schedule' .Linear. that cannot take what was recorded"):
+        rerun(capsule, build)
+
+
 def test_a_generator_that_is_not_given_back(tmp_path: Path) -> None:
     """Recorded with a generator of its own; a replay that does not know of it cannot be exact, one that does is."""
     import trackbridge
@@ -190,6 +200,8 @@ def test_batches_made_again_from_their_ids(capsule: SpikeCapsule, tmp_path: Path
 
     report = rerun(without, lambda: build(shift=0))
     assert report.verdict == "exact", report.to_markdown()
+    report = rerun(without, lambda: build(shift=-10_000))
+    assert report.verdict == "incomplete" and "could not be made again: fetch raised IndexError" in report.reason
     report = rerun(without, lambda: build(shift=1))
     assert report.verdict == "incomplete" and "as fetch made it, is not the recorded one" in report.reason
 

@@ -72,7 +72,11 @@ def _batch(step: int, k: int, micro: MicroBatch, rebuilt: Rebuilt) -> Any:
         raise Incomplete(f"{which} is not here ({why}): replay where it was recorded{cure}")
     if micro.fingerprint is None:
         raise Incomplete(f"{which} has no recorded fingerprint to check what fetch makes against")
-    batch = rebuilt.fetch(micro)
+    try:
+        batch = rebuilt.fetch(micro)
+    except Exception as error:  # the dataset may be another one now
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Incomplete(f"{which} could not be made again: fetch raised {words[:300]}") from error
     skeleton, leaves = tree.pack(batch)
     if not fingerprints.matches(micro.fingerprint, tree.values(skeleton, tree.to_numpy(leaves))):
         raise Incomplete(f"{which}, as fetch made it, is not the recorded one: its fingerprint is not {micro.fingerprint}")

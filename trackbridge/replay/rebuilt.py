@@ -85,12 +85,12 @@ class Rebuilt:
         missing = []
         for name, state in snapshot.get("state", {}).items():
             if name in self.state:
-                self.state[name].load_state_dict(state)
+                _load_state(self.state[name], state, f"state {name!r}")
             else:
                 missing.append(f"state {name!r} was recorded; return it as Rebuilt(..., state={{{name!r}: ...}})")
         scaler = snapshot.get("scaler")
         if scaler and self.scaler is not None:
-            self.scaler.load_state_dict(scaler)
+            _load_state(self.scaler, scaler, "scaler")
         elif scaler:
             missing.append("the loss scaler was recorded; return it as Rebuilt(..., scaler=...)")
         return missing
@@ -98,6 +98,14 @@ class Rebuilt:
 
 _SHAPED = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 """What every optimizer that has it keeps in the shape of its parameter."""
+
+
+def _load_state(holder: Any, state: Any, what: str) -> None:
+    try:
+        holder.load_state_dict(state)
+    except Exception as error:
+        kind, words = type(holder).__name__, " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"build() returned a {what} ({kind}) that cannot take what was recorded: {words[:200]}") from error
 
 
 def _same_keys(kind: str, here: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
