@@ -17,11 +17,16 @@ from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.ranks import Ranks
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from trackbridge.capsule import SpikeCapsule
+    from trackbridge.lab.replay import StepReport
     from trackbridge.replay import CounterfactualReport, ReplayReport
 
 EXIT = {"exact": 0, "within-noise": 0, "not-reproduced": 1, "incomplete": 2}
 ERROR = 3
+MANY, CLOSE = 32, 8
+"""Of more than `MANY` steps, those farther than `CLOSE` from the anomaly share a row where nothing differs."""
 
 
 def replay(
@@ -119,7 +124,8 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
     except OSError as error:
         raise UsageError(f"cannot write --plan {path}: {error.strerror or error}; choose another file") from None
     say = console(stderr=True)
-    say.print(f"{len(found.skips)} batch(es) in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})")
+    batches = "1 batch" if len(found.skips) == 1 else f"{len(found.skips)} batches"
+    say.print(f"{batches} in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})")
 
 
 def _replay(
@@ -196,27 +202,50 @@ def _publish(capsule: SpikeCapsule) -> None:
 
 
 def _print(report: ReplayReport) -> None:
-    from rich.table import Table
-
     out = console()
     for difference in report.environment:
         values = f"{difference.recorded} then, {difference.now} now"
         out.print(f"[yellow]not as recorded[/] {plain(difference.name)}: {plain(values)}")
+    if report.steps:
+        out.print(_steps(report))
+    if report.first_divergence is not None:
+        out.print(f"first divergence: {plain(report.first_divergence)}")
+    for text in report.missing:
+        if text == report.reason:
+            continue  # said with the verdict
+        out.print(f"[yellow]missing[/] {plain(text)}")
+    colour = "green" if EXIT[report.verdict] == 0 else "red"
+    out.print(f"verdict: [bold {colour}]{report.verdict}[/] ({plain(report.reason)})")
+
+
+def _steps(report: ReplayReport) -> Table:
+    """A row per step; of many, those far from the anomaly in which nothing differs are one row together."""
+    from rich.table import Table
+
     table = Table("step", "loss recorded", "loss replayed", "series equal", "furthest", "RNG", box=None, pad_edge=False)
+    ends = (report.steps[0].step, report.steps[-1].step)
+    folded: list[StepReport] = []
+
+    def fold() -> None:
+        if folded:
+            compared = sum(step.compared for step in folded)
+            table.add_row(f"{folded[0].step}-{folded[-1].step}", "", "", f"{compared} of {compared}", "", "exact", style="dim")
+            folded.clear()
+
     for step in report.steps:
+        near = step.step in ends or abs(step.step - report.anomaly_step) <= CLOSE
+        as_recorded = step.different == 0 and step.rng == "exact" and step.loss_recorded is not None
+        if len(report.steps) > MANY and not near and as_recorded:
+            folded.append(step)
+            continue
+        fold()
         mark = " [red]<- anomaly[/]" if step.step == report.anomaly_step else ""
         recorded = "absent" if step.loss_recorded is None else f"{step.loss_recorded:.9g}"
         replayed = ", ".join(dict.fromkeys(f"{loss:.9g}" for loss in step.losses))
         equal = f"{step.compared - step.different} of {step.compared}"
         furthest = f"{step.worst}: {step.ulp:.3g} ULP" if step.worst else ""
         table.add_row(str(step.step), recorded, replayed, equal, furthest, f"{step.rng}{mark}")
-    out.print(table)
-    if report.first_divergence is not None:
-        out.print(f"first divergence: {plain(report.first_divergence)}")
-    for text in report.missing:
-        out.print(f"[yellow]missing[/] {plain(text)}")
-    colour = "green" if EXIT[report.verdict] == 0 else "red"
-    out.print(f"verdict: [bold {colour}]{report.verdict}[/] ({plain(report.reason)})")
+    return table
 
 
 def _print_table(found: CounterfactualReport) -> None:

@@ -92,7 +92,8 @@ def _print(found: Scan, plot: Path | None) -> None:
         for name in ("kind", "series", "over after", "notes"):
             table.add_column(name)
         for a in found.anomalies:
-            over = "not over" if a.recovered_after is None else f"{a.recovered_after} steps"
+            after = a.recovered_after
+            over = "not over" if after is None else "1 step" if after == 1 else f"{after} steps"
             numbers = (str(a.onset), number(a.value), number(a.expected), number(a.score))
             table.add_row(*numbers, a.kind, plain(a.series), over, plain("; ".join(a.notes)))
         out.print(table)
