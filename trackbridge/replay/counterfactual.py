@@ -152,8 +152,8 @@ def expand(tries: Sequence[str], anomaly: Anomaly) -> list[str]:
 
 
 def ranked(tries: Sequence[Try]) -> tuple[Try, ...]:
-    """In order: what prevented the anomaly, then what did not, each by score; then what did not run. Scores that are the same to
-    the nearest `TOLD_APART` are a tie, which the change that gave up less wins."""
+    """In order: what prevented the anomaly, then what did not, each by score; then what did not run. Scores that are the same
+    to the nearest `TOLD_APART` are a tie, which the change that gave up less wins."""
 
     def place(t: Try) -> tuple[bool, int, float, float]:
         score = t.score or 0.0
