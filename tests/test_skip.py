@@ -170,6 +170,30 @@ def test_epochs_are_numbered_on_after_a_resume(tmp_path: Path) -> None:
     run.finish()
 
 
+def test_what_no_epochs_end_tells_is_told_at_the_end_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loader that has another number now would be trained on the bad batch in silence."""
+    skips = (Skip(loader=5, epoch=0, index=1), Skip(epoch=1, index=2), Skip(epoch=0, index=99), Skip(rank=3, index=1))
+    SkipPlan(skips=skips).save(tmp_path / "plan.json")
+    run = trackbridge.init(dir=tmp_path)
+    loader = shuffled()
+    for _ in range(2):  # the file is read again in each epoch
+        list(run.batches(loader, skip=tmp_path / "plan.json"))
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        run.finish()
+    said = [record.getMessage() for record in caplog.records if "never came" in record.getMessage()]
+    assert said == [
+        "trackbridge: epoch 0 is over, but a batch to skip never came: epoch 0, index 99",
+        "trackbridge: a batch to skip never came: loader 5, epoch 0, index 1",
+    ]
+
+
+def test_ids_of_another_loaders_batch_need_not_be_known_here(tmp_path: Path) -> None:
+    plan = SkipPlan(skips=(Skip(loader=1, epoch=0, sample_ids=(1, 2)),))
+    run = trackbridge.init(dir=tmp_path)
+    assert len(list(run.batches([1, 2, 3], skip=plan))) == 3
+    run.finish()
+
+
 def test_a_batch_that_never_comes_is_told(caplog: pytest.LogCaptureFixture) -> None:
     plan = SkipPlan(skips=(Skip(epoch=0, sample_ids=(7, 7), why="spike at 40"), Skip(epoch=5, index=0)))
     with caplog.at_level(logging.WARNING, "trackbridge"):

@@ -263,10 +263,12 @@ class _Pass(Generic[T]):
     def _skips(self, fetch: Fetch) -> bool:
         assert self._skip is not None
         pending = self._skip.pending
-        if fetch.sample_ids is None and any(skip.sample_ids is not None for skip in pending):
+        number, rank = self._entry.number, self._feed._rank
+        ours = (skip for skip in pending if skip.loader in (None, number) and skip.rank in (None, rank))
+        if fetch.sample_ids is None and any(skip.sample_ids is not None for skip in ours):
             raise UsageError("the skip plan names sample ids, but this loader's are not known; give epoch and index instead")
         ids = plain_ids(fetch.sample_ids) if pending else None
-        return self._skip.take(self._entry.number, self._epoch, fetch.index, ids, rank=self._feed._rank)
+        return self._skip.take(number, self._epoch, fetch.index, ids, rank=rank)
 
     def _lost(self) -> None:
         """A fetch failed. Without workers its indices were drawn just now; with workers nobody can say which batch the

@@ -48,7 +48,7 @@ from trackbridge.scalars import count, losses, scalar, whole
 from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import sealing
 from trackbridge.shipping.cursor import first_free_seq
-from trackbridge.skip import SkipPlan
+from trackbridge.skip import SkipPlan, never_came
 from trackbridge.watched import AutoStep, hyperparameters, named
 
 T = TypeVar("T")
@@ -169,6 +169,7 @@ class Run:
         self._feeding = Part("batch recording", strict=settings.strict)
         self._book = LoaderBook()
         self._watching = False
+        self._plans: list[SkipPlan] = []
         self._accepted: set[str] = set()  # public methods that were called as they should be
         self._complained = False
         self._went_back = False
@@ -345,6 +346,8 @@ class Run:
         plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
         if not isinstance(plan, (SkipPlan, type(None))):
             raise UsageError(f"run.batches(skip=...) takes a SkipPlan or the path of one, not a {type(plan).__name__}")
+        if plan is not None and not any(known is plan for known in self._plans):
+            self._plans.append(plan)
         rank = self._info.rank
         return Feed(loader, self._intake, book=self._book, skip=plan, epoch=epoch, part=self._feeding, rank=rank)
 
@@ -603,6 +606,8 @@ class Run:
         deadline = time.monotonic() + (60.0 if timeout is None else float(timeout))
         end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(str(error)) if error else None)
         self._ended = True
+        for skip in never_came(self._plans, rank=self._info.rank):
+            logger.warning("trackbridge: a batch to skip never came: %s", skip)
         atexit.unregister(self._at_exit)
         closed, unshipped = False, {}
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes

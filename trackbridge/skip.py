@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ class SkipPlan(BaseModel):
     format_version: Literal[1] = 1
     skips: tuple[Skip, ...] = ()
     _applied: set[int] = PrivateAttr(default_factory=set)
+    _told: set[Skip] = PrivateAttr(default_factory=set)
 
     @classmethod
     def load(cls, path: str | Path) -> SkipPlan:
@@ -90,4 +92,17 @@ class SkipPlan(BaseModel):
 
     def missed(self, loader: int, epoch: int, *, rank: int = 0) -> list[Skip]:
         """Entries that named a batch of this epoch, which is over, and did not match any."""
-        return [s for s in self.pending if s.epoch == epoch and s.loader in (None, loader) and s.rank in (None, rank)]
+        found = [s for s in self.pending if s.epoch == epoch and s.loader in (None, loader) and s.rank in (None, rank)]
+        self._told.update(found)
+        return found
+
+
+def never_came(plans: Iterable[SkipPlan], *, rank: int = 0) -> list[Skip]:
+    """Entries of this rank that matched no batch while any of `plans` was in use, and that `missed` did not tell of: their
+    loader has another number now, their epoch was over before, or the training ended first. One file may have been loaded
+    several times."""
+    plans = list(plans)
+    done = {skip for plan in plans for number, skip in enumerate(plan.skips) if number in plan._applied}
+    done.update(*(plan._told for plan in plans))
+    left = dict.fromkeys(skip for plan in plans for skip in plan.pending if skip.rank in (None, rank))
+    return [skip for skip in left if skip not in done]
