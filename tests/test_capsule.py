@@ -346,6 +346,9 @@ def test_the_post_mortem_is_for_people_to_write_in(tmp_path: Path) -> None:
     capsules.write(folder, load(make(tmp_path / "other")), fill)
     (folder / capsules.POST_MORTEM).write_text("Root cause: the batch of step 13 was corrupt", encoding="utf-8")
     load(folder).verify()
+    (folder / capsules.POST_MORTEM).write_bytes(b"x" * (capsules.POST_MORTEM_BYTES + 1))
+    with pytest.raises(CapsuleError, match="more than a person writes"):
+        load(folder)
     (folder / capsules.POST_MORTEM).unlink()
     with pytest.raises(CapsuleError, match="in the manifest but not in"):
         load(folder)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 POST_MORTEM = "post-mortem.md"
+POST_MORTEM_BYTES = 1 << 20
 LOCAL = ".local"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -423,6 +424,8 @@ def _check_files(folder: Path, files: Mapping[str, FileEntry]) -> int:
     for name, entry in files.items():
         if name not in found:
             raise CapsuleError(f"{name} is in the manifest but not in {folder.name}")
+        if name == POST_MORTEM and found[name] > POST_MORTEM_BYTES:
+            raise CapsuleError(f"{name} has {found[name]} bytes, more than a person writes")
         if found[name] != entry.bytes and name != POST_MORTEM:
             raise CapsuleError(f"{name} has {found[name]} bytes, the manifest says {entry.bytes}: truncated or altered")
     extra = sorted(found.keys() - files.keys())
