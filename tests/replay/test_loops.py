@@ -270,6 +270,7 @@ class OwnGenerator(Points):
 
 
 def test_generators_in_workers(tmp_path: Path) -> None:
+    """D9: a generator that the dataset owns, copied to each worker: exact through the kept batches, never claimed without."""
     torch.manual_seed(1)
     run = trackbridge.init(**settings(tmp_path))
     model, optimizer, _ = plain_build()
