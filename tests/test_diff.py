@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import trackbridge
 from tests.training import Model, loader, seed_everything
 from trackbridge.cli import app
 from trackbridge.diff import diff, facts
-from trackbridge.findings import findings
+from trackbridge.findings import anomalies, findings
+from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.rundir import RunDirectory
 
 STEPS = 24
@@ -127,6 +129,17 @@ def test_findings_are_ranked_and_shown(folder: Path, tmp_path: Path) -> None:
     assert said.exit_code == 0 and f"{len(found)} finding" in said.output
     listed = json.loads(call("show", folder / "plain", "--findings", "--json").stdout)
     assert [f["what"] for f in listed["findings"]] == [f.what for f in found]
+
+
+def test_an_anomaly_comes_with_the_command_that_tests_its_hypothesis(tmp_path: Path) -> None:
+    guess = Hypothesis("corrupt-batch", intervention="skip-batch")
+    spike = Anomaly("a", "spike", 9, 7, 0.8, "train/loss", 9.0, 2.0, 30.0, hypotheses=(guess,), capsule="capsules/spike-7")
+    record = SimpleNamespace(anomalies=[spike], path=tmp_path / "my run")
+    (finding,) = anomalies(record)  # type: ignore[arg-type]
+    place = f"'{tmp_path}/my run/capsules/spike-7'"
+    assert finding.advice == (
+        f"perhaps corrupt-batch; to test it: trackbridge replay {place} --build my_module:build --try skip-batch"
+    )
 
 
 def test_every_rule_speaks_when_it_should(tmp_path: Path) -> None:

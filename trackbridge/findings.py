@@ -6,6 +6,7 @@ about it. A rule that has nothing to say says nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,7 +71,8 @@ def anomalies(record: RunRecord) -> Iterator[Finding]:
         guess = anomaly.hypotheses[0] if anomaly.hypotheses else None
         advice = f"perhaps {guess.name}" if guess is not None else ""
         if guess is not None and guess.intervention:
-            advice += f"; to test it: trackbridge replay with {guess.intervention}"
+            where = shlex.quote(str(record.path / anomaly.capsule)) if anomaly.capsule else "CAPSULE"
+            advice += f"; to test it: trackbridge replay {where} --build my_module:build --try {guess.intervention}"
         yield Finding(anomaly.severity, "anomaly", anomaly_line(anomaly), advice, anomaly.onset)
 
 

@@ -32,6 +32,7 @@ from trackbridge.replay import Rebuilt, Trial, keep, rerun, skip_plan, what_if
 from trackbridge.replay.counterfactual import DEFAULT, GROUP, TOLD_APART, Asked, expand
 from trackbridge.replay.guilty import guilty_steps
 from trackbridge.replay.trial import LEAD
+from trackbridge.reports.spike import actions
 from trackbridge.skip import SkipPlan
 
 
@@ -341,6 +342,11 @@ def test_the_command_line(spike: SpikeCapsule, tmp_path: Path) -> None:
     assert "verdict: exact" in shown.stdout and "what would have prevented it: skip-batch" in shown.stdout
     assert SkipPlan.load(plan) == skip_plan(spike)
     assert pull(run).counterfactuals is not None and pull(run).replay is not None
+    commands = [command for _, command in actions(pull(run), run)]
+    assert commands[1:3] == [
+        f"trackbridge rollback {run} --step {spike.step}",
+        f"trackbridge replay {run}@{spike.step} --plan skip.json",
+    ]
 
     told = json.loads(CliRunner().invoke(app, [*command[:-2], "--json", "--no-keep"]).stdout)
     assert told["verdict"] == "exact" and told["counterfactuals"]["tries"][0]["name"] == "skip-batch"

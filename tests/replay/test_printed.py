@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trackbridge.cli.replay import _print
-from trackbridge.lab.replay import ReplayReport, StepReport
+from trackbridge.lab.replay import EnvironmentDifference, ReplayReport, StepReport
 
 
 def step(number: int, different: int = 0) -> StepReport:
@@ -41,3 +41,15 @@ def test_few_steps_are_all_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_missing_is_said_once_and_without_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, verdict="incomplete", reason="no batches", missing=("no batches", "no generator"))
     assert lines == ["missing no generator", "verdict: incomplete (no batches)"]
+
+
+def test_packages_that_came_since_are_one_line_and_changed_ones_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    new = [EnvironmentDifference(name=f"packages.new-{i}", recorded=None, now="1.0") for i in range(40)]
+    torch = EnvironmentDifference(name="packages.torch", recorded="2.6", now="2.13")
+    threads = EnvironmentDifference(name="environment.OMP_NUM_THREADS", recorded=None, now="1")
+    lines = printed(capsys, environment=(*new[:20], torch, threads, *new[20:]))
+    assert lines[:-1] == [
+        "not as recorded packages.torch: 2.6 then, 2.13 now",
+        "not as recorded environment.OMP_NUM_THREADS: None then, 1 now",
+        "not as recorded packages that were not there then: 40 (new-0, new-1, new-2, new-3, ...)",
+    ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EXIT = {"exact": 0, "within-noise": 0, "not-reproduced": 1, "incomplete": 2}
 ERROR = 3
+FEW = 4
 MANY, CLOSE = 32, 8
 """Of more than `MANY` steps, those farther than `CLOSE` from the anomaly share a row where nothing differs."""
 
@@ -203,9 +204,16 @@ def _publish(capsule: SpikeCapsule) -> None:
 
 def _print(report: ReplayReport) -> None:
     out = console()
+    more = []
     for difference in report.environment:
+        if difference.name.startswith("packages.") and difference.recorded is None:
+            more.append(difference.name.removeprefix("packages."))
+            continue
         values = f"{difference.recorded} then, {difference.now} now"
         out.print(f"[yellow]not as recorded[/] {plain(difference.name)}: {plain(values)}")
+    if more:
+        names = ", ".join(more[:FEW]) + (", ..." if len(more) > FEW else "")
+        out.print(f"[yellow]not as recorded[/] packages that were not there then: {len(more)} ({plain(names)})")
     if report.steps:
         out.print(_steps(report))
     if report.first_divergence is not None:

@@ -84,22 +84,35 @@ def run_directory(capsule: SpikeCapsule) -> Path | None:
 def actions(capsule: SpikeCapsule, run: Path | None) -> list[tuple[str, str]]:
     """What to do about the anomaly, the most telling thing first: (what for, command or "")."""
     report, replay = capsule.counterfactuals, capsule.replay
+    where = shlex.quote(f"{run}@{capsule.step}") if run is not None else "PATH/OF/THIS/FOLDER"
     found: list[tuple[str, str]] = []
     if report is not None and report.best is not None:
         what = report.best.what.rstrip(".")
         found.append((f"{report.best.name} would have prevented it ({what}): resume from before it with that change.", ""))
+        found += _to_resume(report.best.name == "skip-batch", where, run, capsule.step)
     elif replay is not None:
         found.append((_after(replay.verdict), ""))
         if report is not None and report.tries:
             found.append((f"None of the {len(report.tries)} changes tried would have prevented it: see Replays.", ""))
     tried = {attempt.name for attempt in report.tries} if report else set()
     test = next((h for h in capsule.anomaly.hypotheses if h.intervention and h.intervention not in tried), None)
-    where = shlex.quote(f"{run}@{capsule.step}") if run is not None else "PATH/OF/THIS/FOLDER"
     command = f"trackbridge replay {where} {BUILD}"
     can_run = (capsule.local.tier if capsule.local else capsule.tier) != "explain"
     if report is None or report.best is None:
         found += _to_run(test, command if can_run else "", again=replay is None and can_run, here=run is not None)
     found.append(("Write down what you found in post-mortem.md, in the capsule's folder.", ""))
+    return found
+
+
+def _to_resume(skips: bool, where: str, run: Path | None, step: int) -> list[tuple[str, str]]:
+    """The checkpoint from before it, and the batches to leave out from there on."""
+    found = []
+    if run is not None:
+        command = f"trackbridge rollback {shlex.quote(str(run))} --step {step}"
+        found.append(("Find the checkpoint that is clean and from before it:", command))
+    if skips:
+        what = 'Write the plan that leaves those batches out, for run.batches(loader, skip="skip.json"):'
+        found.append((what, f"trackbridge replay {where} --plan skip.json"))
     return found
 
 
