@@ -240,3 +240,13 @@ def test_where_none_is_from_before_the_spike_that_is_said(tmp_path: Path) -> Non
     assert found.checkpoint is not None and found.before is None and found.after
     words = " ".join(CliRunner().invoke(app, ["rollback", str(path)]).stdout.split())
     assert "no clean checkpoint is from before it" in words
+
+
+def test_a_path_is_one_line_however_narrow_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there to be copied."""
+    monkeypatch.setenv("COLUMNS", "40")
+    run = Recording(tmp_path / ("long name " * 8).strip())
+    run.steps(0, 100)
+    saved = run.save(100)
+    shown = CliRunner().invoke(app, ["rollback", str(run.tell())])
+    assert f"go back to: {saved} (after 100 steps)" in shown.stdout.splitlines()

@@ -84,7 +84,7 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
         out.print(f"{'[green]kept  [/]' if promise.kept else '[red]BROKEN[/]'} {promise.text}: {plain(promise.detail)}")
     out.print()
     for name, path in paths.items():
-        out.print(f"{name}: [bold]{plain(path.absolute())}[/]")
+        out.print(f"{name}: [bold]{plain(path.absolute())}[/]", soft_wrap=True)
     return {
         "run": story.record.info.run_id,
         "directory": story.directory,
@@ -153,12 +153,12 @@ def _deliveries(delivered: Sequence[Delivered], steps: int, out: Console) -> Non
         loss = plain(d.error) if d.error else f"{d.equal} of {steps} losses equal the journal's as {d.number}"
         out.print(f"{'[green]✓[/]' if good else '[red]✗[/]'} [bold]{d.title}[/]: {loss}")
         for where in d.capsules:
-            out.print(f"    capsule  {plain(where)}")
-        out.print(f"    look     {plain(d.look)}")
+            out.print(f"    capsule  {plain(where)}", soft_wrap=True)
+        out.print(f"    look     {plain(d.look)}", soft_wrap=True)
         if d.pull:
-            out.print(f"    pull     {plain(d.pull)}")
+            out.print(f"    pull     {plain(d.pull)}", soft_wrap=True)
         if d.replay:
-            out.print(f"    replay   {plain(d.replay)}")
+            out.print(f"    replay   {plain(d.replay)}", soft_wrap=True)
 
 
 def _verdict(report: dict[str, Any], out: Console) -> None:

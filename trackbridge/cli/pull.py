@@ -54,7 +54,7 @@ def pull(
     out.print(f"{len(capsule.files)} files, {size(total)}, every digest checked; tier [bold]{_tier(capsule)}[/]")
     for lack in capsule.missing:
         out.print(f"[yellow]missing[/] {plain(lack)}")
-    out.print(plain(capsule.path), style="bold")
+    out.print(plain(capsule.path), style="bold", soft_wrap=True)
 
 
 def _tier(capsule: SpikeCapsule) -> str:

@@ -126,7 +126,7 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
         raise UsageError(f"cannot write --plan {path}: {error.strerror or error}; choose another file") from None
     say = console(stderr=True)
     batches = "1 batch" if len(found.skips) == 1 else f"{len(found.skips)} batches"
-    say.print(f"{batches} in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})")
+    say.print(f"{batches} in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})", soft_wrap=True)
 
 
 def _replay(
@@ -176,7 +176,7 @@ def _keep(capsule: SpikeCapsule, report: ReplayReport, table: CounterfactualRepo
     say = console(stderr=True)
     try:
         capsule = keep(capsule, replay=report, counterfactuals=table)
-        say.print(f"kept in {plain(capsule.path)} (report.html, post-mortem.md)")
+        say.print(f"kept in {plain(capsule.path)} (report.html, post-mortem.md)", soft_wrap=True)
         if publish:
             _publish(capsule)
     except (OSError, TrackbridgeError) as error:

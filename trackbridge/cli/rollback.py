@@ -44,12 +44,12 @@ def rollback(
         if found.precursor is not None:
             out.print(f"its first sign: {plain(found.precursor[0])} at step {found.precursor[1]}")
         for rejected in found.rejected:
-            out.print(f"[red]not[/] {plain(rejected.saved)}: it {plain(rejected.why)}")
+            out.print(f"[red]not[/] {plain(rejected.saved)}: it {plain(rejected.why)}", soft_wrap=True)
         colour = "red" if found.checkpoint is None else "green"
-        out.print(f"go back to: [bold {colour}]{plain(found)}[/]")
+        out.print(f"go back to: [bold {colour}]{plain(found)}[/]", soft_wrap=True)
         if found.after and found.anomaly is not None:
             over = f"it was saved when the {found.anomaly.kind} of step {found.anomaly.onset} was over, and has that step in it"
             other = "no clean checkpoint is from before it" if found.before is None else f"from before it: {found.before}"
-            out.print(f"  {plain(over)}; {plain(other)}")
+            out.print(f"  {plain(over)}; {plain(other)}", soft_wrap=True)
     if found.checkpoint is None:
         raise typer.Exit(1)

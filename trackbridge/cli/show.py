@@ -100,15 +100,15 @@ def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
         if peak(anomaly):
             out.print(f"  [dim]{plain(peak(anomaly))}[/]")
         if anomaly.capsule:
-            out.print(f"  [dim]capsule {plain(record.path / anomaly.capsule)}[/]")
+            out.print(f"  [dim]capsule {plain(record.path / anomaly.capsule)}[/]", soft_wrap=True)
     if not record.anomalies:
         out.print("no anomalies")
     for status in backends:
         state = "everything delivered" if not status.lag else f"[yellow]{status.lag} records behind[/]"
         if status.dead_letters:
             state += f", [red]{status.dead_letters} refused[/]"
-        out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}")
+        out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}", soft_wrap=True)
         if status.last_error and status.lag:
             out.print(f"  [dim]{plain(status.last_error)}[/]")
     if any(status.lag for status in backends):
-        out.print(f"deliver the rest: trackbridge sync {plain(record.path)}")
+        out.print(f"deliver the rest: trackbridge sync {plain(record.path)}", soft_wrap=True)

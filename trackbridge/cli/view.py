@@ -60,7 +60,7 @@ def view(
         emit({"path": target, "bytes": len(html.encode())})
     else:
         out_ = console()
-        out_.print(plain(target), style="bold")
+        out_.print(plain(target), style="bold", soft_wrap=True)
         out_.print(f"{size(len(html.encode()))}, one file; it opens from disk and asks for nothing", style="dim")
     if open_page and not json:
         _open(target.as_uri())
@@ -98,7 +98,7 @@ def _follow(ref: Reference, port: int, open_page: bool) -> None:
         raise UsageError("--live follows a run on this disk; for a capsule leave it away")
     with LiveServer(LiveRun(ref.where), port) as server:
         out = console()
-        out.print(f"[bold]{plain(server.url)}[/]")
+        out.print(f"[bold]{plain(server.url)}[/]", soft_wrap=True)
         out.print("on this machine only; Ctrl-C ends it", style="dim")
         sys.stdout.flush()
         if open_page:
