@@ -30,6 +30,7 @@ from trackbridge.rundir import Attempt, RunDirectory, RunFile
         ("tensorboard:/a/b c", "tensorboard", "/a/b c", None),
         ("tensorboard:/a/b@c@12", "tensorboard", "/a/b@c", 12),
         ("runs/me@home", "local", "runs/me@home", None),
+        ("/data/lr:0.1/run@160", "local", "/data/lr:0.1/run", 160),
     ],
 )
 def test_forms(text: str | Path, kind: str, where: str, step: int | None) -> None:
@@ -41,6 +42,20 @@ def test_other_forms_are_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=r"is no capsule reference.*mlflow:RUN_ID\[@STEP\]") as caught:
         pull(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_destination_that_is_a_file(tmp_path: Path) -> None:
+    path = make(tmp_path / "here")
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(UsageError, match=r"cannot put a capsule into .*taken: File exists; choose another destination"):
+        pull(path, tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "x"
+
+
+def test_a_link_to_a_capsule_is_the_capsule(tmp_path: Path) -> None:
+    path = make(tmp_path / "here")
+    (tmp_path / "link").symlink_to(path)
+    assert pull(tmp_path / "link").path == path
 
 
 def test_a_near_miss_is_named() -> None:

@@ -42,7 +42,7 @@ class Reference:
         if isinstance(text, Path) or Path(text).exists():
             return cls(LOCAL, *_step(str(text), is_path=True))
         head, colon, rest = text.partition(":")
-        if not colon or len(head) == 1:  # a drive letter is no tracker
+        if not colon or len(head) == 1 or "/" in head:  # a drive letter is no tracker, and neither is a folder
             return cls(LOCAL, *_step(text, is_path=True))
         if head not in plugins.available(plugins.BACKENDS) or not rest or rest.startswith("//"):
             known = [name for name in plugins.available(plugins.BACKENDS) if _fetcher(name) is not None]
@@ -89,7 +89,10 @@ def _arrive(folder: Path, what: str, bring: Callable[[Path], Path], max_bytes: i
     folder = folder.absolute()
     new = not folder.exists()
     quarantine = folder / f".pull-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot put a capsule into {folder}: {error.strerror}; choose another destination") from None
     try:
         with _locked(quarantine) as own:
             try:
@@ -163,7 +166,7 @@ def _copied(found: Path, dest: Path, max_bytes: int) -> SpikeCapsule:
 def _local(path: Path, step: int | None) -> Path:
     """The folder of the capsule at `path`, which is a capsule, a run directory, or its ``capsules`` folder."""
     if (path / capsules.MANIFEST).is_file():
-        return path
+        return path.resolve() if path.is_symlink() else path  # its batches lie beside it, not beside the link
     if not path.is_dir():
         raise ReferenceNotFoundError(f"there is no {path}; a capsule reference is one of: {FORMS}")
     inside = path / "capsules" if (path / "run.json").is_file() else path

@@ -328,6 +328,11 @@ def test_a_step_that_fails(capsule: SpikeCapsule) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_path_is_no_capsule(capsule: SpikeCapsule) -> None:
+    with pytest.raises(UsageError, match=r"a replay takes a capsule, from trackbridge.pull.REF., not a PosixPath"):
+        rerun(capsule.path, replays.build)  # type: ignore[arg-type]
+
+
 def test_two_runs_at_least(capsule: SpikeCapsule) -> None:
     with pytest.raises(UsageError, match="at least 2"):
         rerun(capsule, replays.build, runs=1)

@@ -61,6 +61,8 @@ def rerun(
         UsageError: what `build()` returned does not fit the record.
         TrackbridgeError: the step function raised; its exception is the cause.
     """
+    if not isinstance(capsule, SpikeCapsule):
+        raise UsageError(f"a replay takes a capsule, from trackbridge.pull(REF), not a {type(capsule).__name__}")
     if not callable(build):
         raise UsageError(f"build must be a function that returns (model, optimizer, step), not a {type(build).__name__}")
     if not isinstance(runs, int) or runs < 2:
