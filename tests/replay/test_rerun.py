@@ -25,7 +25,7 @@ from trackbridge import untrusted
 from trackbridge.capsule import SpikeCapsule, load
 from trackbridge.errors import CapsuleError, TrackbridgeError, UsageError
 from trackbridge.fetch import pull
-from trackbridge.replay import Rebuilt, ReplayReport, rerun
+from trackbridge.replay import Rebuilt, ReplayReport, rerun, what_if
 
 
 def in_a_fresh_process(reference: Path, build: str = "tests.replays:build") -> ReplayReport:
@@ -331,6 +331,8 @@ def test_a_step_that_fails(capsule: SpikeCapsule) -> None:
 def test_a_path_is_no_capsule(capsule: SpikeCapsule) -> None:
     with pytest.raises(UsageError, match=r"a replay takes a capsule, from trackbridge.pull.REF., not a PosixPath"):
         rerun(capsule.path, replays.build)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a replay takes a capsule"):
+        what_if(capsule.path, replays.build)  # type: ignore[arg-type]
 
 
 def test_two_runs_at_least(capsule: SpikeCapsule) -> None:

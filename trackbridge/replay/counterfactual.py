@@ -94,6 +94,8 @@ def what_if(
     """
     from trackbridge.replay.engine import rerun
 
+    if not isinstance(capsule, SpikeCapsule):
+        raise UsageError(f"a replay takes a capsule, from trackbridge.pull(REF), not a {type(capsule).__name__}")
     began = time.monotonic()
     wanted = [Asked.parse(text) for text in expand(tries, capsule.anomaly)]
     for asked in wanted:
