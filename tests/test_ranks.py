@@ -25,7 +25,7 @@ for step in range(3):
     loss.backward(); optimizer.step(); optimizer.zero_grad()
     run.step(loss=loss)
 run.finish()
-print("RUN", run.id, flush=True)
+sys.stdout.write(f"RUN {run.id}\\n")
 dist.barrier()
 """
 
@@ -57,7 +57,7 @@ if dist.get_rank() == 0:
     try:
         Ranks.current().agree("x", timeout=1.0)
     except trackbridge.TrackbridgeError as error:
-        print("SAID", error, flush=True)
+        sys.stdout.write(f"SAID {error}\\n")
 dist.barrier()
 """
 
