@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -44,3 +45,9 @@ class StepClock:
         seconds = self._now() - self._paused_at
         self._paused += seconds
         return seconds
+
+
+def compiled_graphs() -> int:
+    """How many graphs the compiler has made in this process: a step in which it grows measures the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from trackbridge.clock import StepClock
+from trackbridge.clock import StepClock, compiled_graphs
 
 
 class Pace:
@@ -22,7 +20,7 @@ class Pace:
         self._steps = steps
         self._typical_s = 0.0
         self._begun = False
-        self._compiled = _graphs()
+        self._compiled = compiled_graphs()
         self._fetch_s = 0.0
         self._tokens = 0.0
         self._samples = 0.0
@@ -54,7 +52,7 @@ class Pace:
     def close(self, tokens: float | None, samples: float | None, step: int = 0) -> dict[str, float]:
         """Step `step` ends now. `tokens` and `samples` replace what `consumed` summed. Absent where nothing was counted."""
         seconds = self._clock.lap()
-        graphs = _graphs()
+        graphs = compiled_graphs()
         self.steady = self._begun and graphs == self._compiled and seconds > 0
         self._compiled = graphs
         self._begun = True
@@ -77,9 +75,3 @@ class Pace:
         self._fetch_s = self._tokens = self._samples = 0.0
         self._pauses = {}
         return found
-
-
-def _graphs() -> int:
-    """How many graphs the compiler has made in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trackbridge import hostcopy
+from trackbridge.clock import compiled_graphs
 from trackbridge.config import PerfConfig
 from trackbridge.errors import Part
 from trackbridge.flops.counting import Counting, FlopCount, count_shapes
@@ -73,15 +72,16 @@ class Meter:
         self._config = config
         self._paused = paused
         self._part = part
-        self._seen: Counter[Any] = Counter()
-        self._known: dict[Any, Known] = {}
+        self._seen: set[Any] = set()
+        self._known: dict[Any, Known | None] = {}  # None: cannot be counted
         self._passes: list[Any] = []
-        self._running: Counting | None = None
+        self._running: tuple[Any, Counting] | None = None
         self._handles: list[Any] = []
         self._peak: Peak | None = None
         self._device = ""
         self._told = False
         self._over = False
+        self._complained = False
 
     def attach(self, models: Mapping[str, nn.Module], device: torch.device) -> None:
         self.detach()
@@ -108,27 +108,26 @@ class Meter:
     def entered(self, number: int, model: nn.Module, args: Any, kwargs: Any) -> None:
         key = (number, _shapes(args, kwargs))
         self._passes.append(key)
-        if key in self._known or len(self._known) >= SHAPES or self._config.flops_per_token is not None:
+        if key in self._known or self._running is not None or self._config.flops_per_token is not None:
             return
-        self._seen[key] += 1
-        if self._seen[key] < 2 or self._running is not None:
+        if key not in self._seen:
+            if len(self._seen) < SHAPES:
+                self._seen.add(key)
             return
-        if _compiled_anything():
+        if compiled_graphs():  # a mode of ours around what was compiled would have it compiled again
             try:
-                found = count_shapes(model, args, kwargs, full_attention=self._config.full_attention)
+                self._known[key] = Known.of(count_shapes(model, args, kwargs, full_attention=self._config.full_attention))
             except Exception as error:  # it needs values, or cannot be copied
                 self._unknown(key, error)
-            else:
-                self._known[key] = Known.of(found)
             return
-        self._running = Counting(full_attention=self._config.full_attention)
-        self._running.__enter__()  # type: ignore[no-untyped-call]
+        self._running = key, Counting(full_attention=self._config.full_attention)
+        self._running[1].__enter__()  # type: ignore[no-untyped-call]
 
-    def left(self, number: int, args: Any, kwargs: Any, *, whole: bool) -> None:
-        counting = self._stop()
-        if counting is None or not whole:
+    def left(self, *, whole: bool) -> None:
+        running = self._stop()
+        if running is None or not whole:
             return
-        key = (number, _shapes(args, kwargs))
+        key, counting = running
         if counting.error is not None:
             self._unknown(key, counting.error)
         else:
@@ -166,7 +165,7 @@ class Meter:
 
     def convention(self) -> dict[str, Any] | None:
         """What the numbers mean, for the tracker; once, and only when there are some."""
-        if self._told or not (self._known or self._config.flops_per_token):
+        if self._told or not (any(self._known.values()) or self._config.flops_per_token):
             return None
         self._told = True
         return {
@@ -179,7 +178,7 @@ class Meter:
         }  # fmt: skip
 
     def _rates(self) -> dict[str, float]:
-        kinds = {dtype for known in self._known.values() for _, dtype in known.flops}
+        kinds = {dtype for known in self._known.values() if known is not None for _, dtype in known.flops}
         rates = {str(dtype).removeprefix("torch."): self._rate(dtype) for dtype in kinds}
         return {name: rate for name, rate in rates.items() if rate}
 
@@ -215,24 +214,19 @@ class Meter:
         return self._peak.of(dtype, tf32=torch.get_float32_matmul_precision() != "highest")
 
     def _unknown(self, key: Any, error: Exception) -> None:
-        if self._seen[key] < SHAPES:  # once
+        self._known[key] = None
+        if not self._complained:
+            self._complained = True
             logger.warning(
                 "trackbridge: the FLOPs of a forward pass could not be counted (%s: %s), so there is no MFU; "
                 "give them with perf={'flops_per_token': ...}", type(error).__name__, str(error).split("\n")[0][:120],
             )  # fmt: skip
-        self._seen[key] = -sys.maxsize
 
-    def _stop(self) -> Counting | None:
-        counting, self._running = self._running, None
-        if counting is not None:
-            counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return counting
-
-
-def _compiled_anything() -> bool:
-    """True once the compiler has run in this process: a mode of ours around what it made would make it run again."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])
+    def _stop(self) -> tuple[Any, Counting] | None:
+        running, self._running = self._running, None
+        if running is not None:
+            running[1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return running
 
 
 def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -267,4 +261,4 @@ class _Leave(_Hook):
         meter = self._meter
         if not torch.compiler.is_compiling() and id(module) == self._model and meter._running is not None:
             with meter._part:
-                meter.left(self._number, args, kwargs, whole=output is not None)
+                meter.left(whole=output is not None)
