@@ -20,8 +20,9 @@ PEAK = 1e12
 
 
 def train(
-    tmp_path: Path, model: nn.Module, steps: int = 5, micro: int = 1, batch: int = 4, **perf: Any
+    tmp_path: Path, model: nn.Module, steps: int = 5, micro: int = 1, batches: tuple[int, ...] = (4,), **perf: Any
 ) -> trackbridge.RunRecord:
+    """Every step has the next of the sizes in `batches`."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with trackbridge.init(dir=tmp_path, perf={"peak_flops": PEAK, **perf}, strict=True) as run:
         run.watch(model, optimizer)

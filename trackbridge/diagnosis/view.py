@@ -286,11 +286,6 @@ class View:
         return next(((k, name, z) for k, (_, name, z) in enumerate(self.jumps) if z > JUMPED), None)
 
     @cached_property
-    def worst_activation(self) -> tuple[str, float] | None:
-        """The activation statistic that jumped most at the onset, and by how many sigmas."""
-        return max(((name, z) for _, name, z in self.jumps), key=lambda pair: pair[1], default=None)
-
-    @cached_property
     def moved_activation(self) -> tuple[str, float] | None:
         """(series, sigmas) of the activation statistic that moved most, up or down, at the onset. Later steps say less: the
         weights have moved by then."""

@@ -57,7 +57,6 @@ class JournalWriter:
         self.directory = Path(directory)
         self.next_seq = floor
         self.rows_lost = 0
-        self.bytes_written = 0
         self._segment_bytes = segment_bytes if ring_bytes is None else max(min(segment_bytes, ring_bytes // 8), 4096)
         self._ring_bytes = ring_bytes
         self._on_closed = on_closed
@@ -198,7 +197,6 @@ class JournalWriter:
         while done < len(data):  # at an offset of our own: what a full disk cut off is written over
             done += os.pwrite(self._file, memoryview(data)[done:], self._size + done)
         self._size += len(data)
-        self.bytes_written += len(data)
         self._dirty = True
 
     # -- trouble
