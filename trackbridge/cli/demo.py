@@ -108,7 +108,7 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
     """A progress bar with the loss as a growing line; where there is no terminal, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from trackbridge.reports import wording
+    from trackbridge import answers
 
     losses: list[float] = []
     columns = ("{task.fields[line]}", "loss {task.fields[loss]:.3f}")
@@ -121,7 +121,7 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
         losses.append(loss)
         bar.update(task, completed=index + 1, loss=loss, line=sparkline(losses, 40))
         for anomaly in anomalies:
-            note = f", {wording.peak(anomaly)}" if wording.peak(anomaly) else ""
+            note = f", {answers.peak(anomaly)}" if answers.peak(anomaly) else ""
             bar.print(f"[red]![/] step {index}: {anomaly.kind} of {anomaly.series} since step {anomaly.onset}{plain(note)}")
         if not out.is_terminal and (index + 1) % (steps // 10) == 0:
             out.print(f"step {index + 1} of {steps}, loss {loss:.3f}")
@@ -133,15 +133,15 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
 def _anomalies(anomalies: Sequence[Anomaly], spike: Anomaly | None, out: Console) -> None:
     from rich.table import Table
 
-    from trackbridge.reports import wording
+    from trackbridge import answers
 
     columns = ("anomaly", "step", "series", "value", "expected", "score", "first mover", "over after", "peak")
     table = Table(*columns, box=None, pad_edge=False)
     for a in anomalies:
-        over = "" if a.recovered_after is None else wording.plural(a.recovered_after, "step")
+        over = "" if a.recovered_after is None else answers.plural(a.recovered_after, "step")
         style = "bold red" if spike is not None and a.id == spike.id else None
-        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), wording.sigmas(a.score))
-        table.add_row(*at, wording.moved_first(a), over, wording.peak(a).removeprefix("peak "), style=style)
+        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), answers.sigmas(a.score))
+        table.add_row(*at, answers.moved_first(a), over, answers.peak(a).removeprefix("peak "), style=style)
     out.print()
     out.print(table if anomalies else "[red]no anomaly was detected[/]")
 

@@ -79,8 +79,8 @@ def _series(record: RunRecord) -> dict[str, Any]:
 def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
     from rich.table import Table
 
+    from trackbridge.answers import peak
     from trackbridge.backends.words import anomaly_line
-    from trackbridge.reports.wording import peak
 
     out = console()
     info = record.info

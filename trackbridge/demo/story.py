@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 import trackbridge
+from trackbridge import answers
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.demo import picture
 from trackbridge.demo.trackers import LOSS, DemoTracker, program, trackers
 from trackbridge.demo.train import OnStep, Plan, settings, train
 from trackbridge.history import RunRecord
 from trackbridge.records import Anomaly
-from trackbridge.reports import wording
 from trackbridge.reports.markup import Table
 from trackbridge.reports.page import page
 from trackbridge.reports.run_page import run_page_data
@@ -100,7 +100,7 @@ class Story:
 
     def detected(self) -> None:
         spike = self.spike
-        where = f"at step {spike.onset}, {wording.sigmas(spike.score)}" if spike else "nothing was detected there"
+        where = f"at step {spike.onset}, {answers.sigmas(spike.score)}" if spike else "nothing was detected there"
         self.promise(f"the bad files at step {self.plan.bad_at} were noticed", spike is not None, where)
         sealed = spike is not None and spike.capsule is not None and (self.directory / spike.capsule).is_dir()
         self.promise("a capsule was sealed", sealed, str(self.directory / spike.capsule) if spike and spike.capsule else "")

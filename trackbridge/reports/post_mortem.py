@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trackbridge import answers
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.config import DetectionConfig
 from trackbridge.diagnosis.feedback import MARK
@@ -20,7 +21,6 @@ from trackbridge.history import RunRecord
 from trackbridge.lab.counterfactuals import Try
 from trackbridge.panels import PANELS
 from trackbridge.records import Anomaly, Hypothesis, MicroBatch
-from trackbridge.reports import wording
 from trackbridge.reports.known import Known
 
 SECTIONS = (
@@ -99,17 +99,17 @@ def _symptoms(known: Known) -> list[str]:
     ]
     ema, count = known.ema(anomaly.series, EMA_STEPS)
     if count:
-        recorded = wording.plural(count, "recorded step")
+        recorded = answers.plural(count, "recorded step")
         facts.append((f"{EMA_STEPS}-step EMA before the onset", f"{_number(ema)} (from {recorded})"))
     peak = known.peak(anomaly.series)
     if peak is not None:
         facts.append(("Peak", f"{_number(peak[0])} at step {peak[1]}"))
     over = anomaly.recovered_after
     unrecovered = f"did not recover by step {known.window[1]}"
-    facts.append(("Recovery", unrecovered if over is None else f"after {wording.plural(over, 'step')}"))
+    facts.append(("Recovery", unrecovered if over is None else f"after {answers.plural(over, 'step')}"))
     facts += list(_at_onset(known))
     if anomaly.first_mover:
-        facts.append(("First mover", wording.moved_first(anomaly)))
+        facts.append(("First mover", answers.moved_first(anomaly)))
     if anomaly.cascade:
         facts.append(("Cascade", ", ".join(f"{series} (step {step})" for series, step in anomaly.cascade[:8])))
     facts.append(("Number formats", _dtypes(known)))
@@ -125,7 +125,7 @@ def _value(anomaly: Anomaly) -> str:
 
 def _at_onset(known: Known) -> Iterator[tuple[str, str]]:
     for series, title in (
-        ("grad/norm", wording.GRADIENT_NORM.capitalize()),
+        ("grad/norm", "Gradient norm (before clipping where that is recorded)"),
         ("grad/norm_clipped", "Gradient norm that the optimizer used"),
         ("train/lr", "Learning rate"),
         ("train/loss_scale", "Loss scale"),
@@ -191,7 +191,7 @@ def _statistics(of: Any) -> str:
         return _short(of)
     words = []
     if "length" in of:
-        words.append(wording.plural(of["length"], "value"))
+        words.append(answers.plural(of["length"], "value"))
     if "unique" in of:
         words.append(f"{of['unique']} different")
     if "min" in of and "max" in of:
@@ -203,7 +203,7 @@ def _statistics(of: Any) -> str:
     if of.get("rarest"):
         words.append(f"rarest {' '.join(str(token) for token, _ in of['rarest'][:3])}")
     if of.get("ngram"):
-        words.append(f"one run of 8 comes {wording.plural(of['ngram']['count'], 'time')}")
+        words.append(f"one run of 8 comes {answers.plural(of['ngram']['count'], 'time')}")
     if "nonfinite" in of:
         words.append(f"{of['nonfinite'] or 'none'} not finite")
     return ", ".join(words) or _short(of)
@@ -216,7 +216,7 @@ def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
         return [f"{BLANK} The record suggests no cause."]
     lines = []
-    for place, hypothesis in enumerate(wording.shown(anomaly.hypotheses), 1):
+    for place, hypothesis in enumerate(answers.shown(anomaly.hypotheses), 1):
         panels = ", ".join(_TITLES[name] for name in _PANELS.get(hypothesis.name, ()))
         lines.append(f"{place}. **{hypothesis.name}**{f' (panels: {panels})' if panels else ''}")
         lines += [f"   - for: {text}" for text in hypothesis.evidence_for]
@@ -226,7 +226,7 @@ def _hypotheses(anomaly: Anomaly) -> list[str]:
 
 def _evidence(known: Known) -> list[str]:
     lines = []
-    shown = [h for h in wording.shown(known.anomaly.hypotheses) if h.name != "unknown"]
+    shown = [h for h in answers.shown(known.anomaly.hypotheses) if h.name != "unknown"]
     if len(shown) > 1:
         first, second = shown[:2]
         apart = [*first.evidence_for[:1], *(f"against {second.name}: {text}" for text in second.evidence_against[:2])]
@@ -234,7 +234,7 @@ def _evidence(known: Known) -> list[str]:
     for hypothesis in shown:
         if hypothesis.intervention:
             lines.append(
-                f"- To test {hypothesis.name}: {wording.how_to_test(hypothesis.intervention)}. Result: {_result(hypothesis)}"
+                f"- To test {hypothesis.name}: {answers.how_to_test(hypothesis.intervention)}. Result: {_result(hypothesis)}"
             )
     tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
     report = known.capsule.replay if known.capsule is not None else None
@@ -283,7 +283,7 @@ def _remediation(known: Known) -> list[str]:
     lines = [f"{BLANK} The smallest change that would do."]
     first = next(iter(known.anomaly.hypotheses), None)
     if first is not None and first.intervention:
-        lines.append(f"To try first, for {first.name}: {wording.how_to_test(first.intervention)}.")
+        lines.append(f"To try first, for {first.name}: {answers.how_to_test(first.intervention)}.")
     return lines
 
 
@@ -309,7 +309,7 @@ def _lesson(known: Known) -> list[str]:
     lines = [f"{BLANK} What would have caught this earlier, or made it harmless?"]
     mover = known.anomaly.first_mover
     if mover is not None and mover[1] < known.anomaly.step:
-        early = wording.plural(known.anomaly.step - mover[1], "step")
+        early = answers.plural(known.anomaly.step - mover[1], "step")
         lines.append(f"{mover[0]} had left its band {early} before the anomaly was told.")
     return lines
 
