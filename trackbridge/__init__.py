@@ -38,21 +38,33 @@ _WHERE = {
     "pull": "trackbridge.fetch",
     "rollback": "trackbridge.checkpoints",
 }
-_MODULES = ("interventions", "replay", "testing")
-_NEED_TORCH = ("Run", "init", "interventions", "replay")
+_MODULES = {
+    "accelerate": "trackbridge.integrations.accelerate",
+    "hf": "trackbridge.integrations.hf",
+    "interventions": "trackbridge.interventions",
+    "lightning": "trackbridge.integrations.lightning",
+    "replay": "trackbridge.replay",
+    "testing": "trackbridge.testing",
+}
+_NEEDS = {  # package and extra
+    **dict.fromkeys(("Run", "init", "interventions", "replay"), ("torch", "torch")),
+    "accelerate": ("accelerate", "accelerate"),
+    "hf": ("transformers", "hf"),
+    "lightning": ("lightning", "lightning"),
+}
 
 __all__ = ["__version__", *_WHERE, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEED_TORCH:
+    if name in _NEEDS:
         from trackbridge.plugins import require
 
-        require("torch", "torch")
+        require(*_NEEDS[name])
     if name in _WHERE:
         value = getattr(import_module(_WHERE[name]), name)
     elif name in _MODULES:
-        value = import_module(f"trackbridge.{name}")
+        value = import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'trackbridge' has no attribute {name!r}")
     globals()[name] = value

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from trackbridge import attempts, hostcopy, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
-from trackbridge.batches import Feed, LoaderBook
+from trackbridge.batches import Feed, Fetch, LoaderBook
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors.prime import primed
@@ -350,6 +350,29 @@ class Run:
             self._plans.append(plan)
         rank = self._info.rank
         return Feed(loader, self._intake, book=self._book, skip=plan, epoch=epoch, part=self._feeding, rank=rank)
+
+    def fetched(
+        self,
+        batch: Any,
+        *,
+        epoch: int | None = None,
+        index: int | None = None,
+        sample_ids: Sequence[int | str] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Tell of a batch that somebody else's loop fetched, before the step uses it. Where the loader is yours to wrap, use
+        `run.batches`: it also sees the sampler's indices and what is drawn while fetching.
+
+        Args:
+            batch: the batch as the step will get it. It is copied here, so that what the loop does to it later does not count.
+            epoch, index: its place in the data; sample_ids: which samples are in it, where these are known.
+            seconds: how long the loop waited for it.
+        """
+        if self._inert():
+            return
+        with self._feeding:
+            self._intake.before_fetch()
+            self._intake.fetched(batch, Fetch(None, epoch, index, sample_ids, seconds))
 
     def micro(
         self,
