@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from benchmarks.faults.causes import FAULTS, Fault
-from benchmarks.faults.healthy import CONTROLS, STEPS
-from benchmarks.faults.tasks import DEVELOPMENT, HELD_OUT, Task
+from benchmarks.faults.healthy import CONTROLS, STEPS, Control
+from benchmarks.faults.held import HELD_CONTROLS, HELD_FAULTS, HELD_OUT
+from benchmarks.faults.tasks import DEVELOPMENT, FIRST, SECOND, Task
 from benchmarks.faults.trial import Trial
 from trackbridge.explain import explain
 from trackbridge.journal import JournalReader
@@ -27,9 +28,11 @@ DONE = "done.json"
 AFTER = 8  # recorder.after, its default: what is known when a capsule is sealed
 NEVER = 1 << 40
 BITES = 12.0  # sigmas of effect from which an injection counts: one step by 12, or eight on average by 6
-FIRST, LAST = 140, 180  # the injection comes at a step in between
+EARLIEST, LATEST = 140, 180  # the injection comes at a step in between
+SEEDS = {"first": (1, 2, 3), "second": (101, 102, 103), "held-out": (2001, 2002, 2003)}
+RATES, HELD_RATES = (0.5, 1.0, 2.0), (0.7, 1.4)  # times each task's own
 TASKS = {task.name: task for task in (*DEVELOPMENT, *HELD_OUT)}
-WAYS = {way.__name__: way for way in (*FAULTS, *CONTROLS)}
+WAYS = {way.__name__: way for way in (*FAULTS, *CONTROLS, *HELD_FAULTS, *HELD_CONTROLS)}
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def record(plan: Plan, folder: Path) -> dict[str, Any]:
     if not issubclass(way, Fault):
         Trial(task, plan.seed, plan.lr, folder).train(way(), STEPS)
         return {"at": STEPS, "effect": 0.0}
-    at = FIRST + (plan.seed * 7919 + len(plan.way) * 31) % (LAST - FIRST)
+    at = EARLIEST + (plan.seed * 7919 + len(plan.way) * 31) % (LATEST - EARLIEST)
     injection = way(at, plan.size)
     trial, twin = (Trial(task, plan.seed, plan.lr * way.lr, where) for where in (folder, None))
     trial.train(injection, at + injection.span + injection.tail)
@@ -178,22 +181,30 @@ def judge(plan: Plan, directory: RunDirectory, done: Mapping[str, Any], told: Se
     return outcome
 
 
-def plans(part: str, seeds: Sequence[int], rates: Sequence[float] = (0.5, 1.0, 2.0)) -> list[Plan]:
+def plans(part: str, seeds: int = 3) -> list[Plan]:
     """All trials of a part: every way on every task it fits, sizes and rates taken in turn over the seeds."""
+    if part == "held-out":
+        return _plans(HELD_OUT, HELD_FAULTS, HELD_CONTROLS, SEEDS["held-out"][:seeds], HELD_RATES, part)
+    return [
+        plan
+        for tasks, own in ((FIRST, SEEDS["first"]), (SECOND, SEEDS["second"]))
+        for plan in _plans(tasks, FAULTS, CONTROLS, own[:seeds], RATES, part)
+    ]
+
+
+def _plans(
+    tasks: Sequence[Task], faults: Sequence[type[Fault]], controls: Sequence[type[Control]], seeds: Sequence[int],
+    rates: Sequence[float], part: str,
+) -> list[Plan]:  # fmt: skip
     found = []
-    tasks: Sequence[Task] = DEVELOPMENT if part == "development" else HELD_OUT
     for task in tasks:
-        for way in FAULTS:
-            sizes = way.sizes if part == "development" else way.held_sizes
+        for way in (*faults, *controls):
+            sizes: Sequence[float] = (0.0,)
+            if issubclass(way, Fault):
+                sizes = way.second_sizes if task in SECOND else way.sizes
             if way.fits(task):
                 found += [
                     Plan(way.__name__, task.name, seed, sizes[k % len(sizes)], rates[(k + _turn(way)) % len(rates)], part)
-                    for k, seed in enumerate(seeds)
-                ]
-        for control in CONTROLS:
-            if control.fits(task):
-                found += [
-                    Plan(control.__name__, task.name, seed, 0.0, rates[(k + _turn(control)) % len(rates)], part)
                     for k, seed in enumerate(seeds)
                 ]
     return found

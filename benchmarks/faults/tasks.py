@@ -1,6 +1,6 @@
 """Models with their data: what is trained. Everything is drawn from the seed; nothing is read from disk.
 
-`DEVELOPMENT` tasks were in view when rules were written, `HELD_OUT` ones only judge them.
+These were in view when rules were written, the `SECOND` since their results were read; see `held.tasks` for what only judges.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -241,7 +242,8 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """`optimizer` is "adamw", "adam" or "sgd"; `lr` the healthy rate; `drop` of the model's constructor is its dropout."""
+    """`optimizer` is "adamw", "adam" or "sgd"; `lr` the healthy rate; `drop` of the model's constructor is its dropout; `names` the
+    keys under which a loader hands out inputs and targets, none for a tuple."""
 
     name: str
     model: Callable[..., nn.Module]
@@ -250,10 +252,17 @@ class Task:
     lr: float
     batch: int = 16
     clip: float | None = 1.0
+    names: tuple[str, str] | None = None
 
     @property
     def tokens(self) -> bool:
         return self.source is Text
+
+    def packed(self, batch: Batch) -> Any:
+        return batch if self.names is None else dict(zip(self.names, batch, strict=True))
+
+    def unpacked(self, batch: Any) -> Batch:
+        return batch if self.names is None else (batch[self.names[0]], batch[self.names[1]])
 
     def loss(self, output: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
         if target.is_floating_point():
@@ -269,18 +278,20 @@ def _pictures(seed: int, batch: int) -> Source:
     return Clusters(seed, batch, (1, 12, 12), 4.5)
 
 
-DEVELOPMENT = (
+FIRST = (
     Task("transformer", Transformer, Text, "adamw", 3e-3),
     Task("perceptron", Perceptron, _vectors, "adam", 2e-3, batch=64, clip=None),
     Task("images", Images, _pictures, "sgd", 0.03, batch=48, clip=None),
     Task("deep", Deep, _vectors, "sgd", 0.01, batch=64, clip=1.0),
 )
-HELD_OUT = (
+SECOND = (
     Task("llama", Llama, Text, "adamw", 2e-3, batch=12),
     Task("recurrent", Recurrent, Text, "adam", 4e-3, batch=16),
     Task("residual", Residual, Surface, "adamw", 2e-3, batch=64, clip=None),
     Task("wide", lambda drop=0.0: Perceptron(drop, width=96, depth=5), _vectors, "sgd", 0.02, batch=48),
 )
+
+DEVELOPMENT = (*FIRST, *SECOND)
 
 
 def warmup(step: int, steps: int = 20) -> float:

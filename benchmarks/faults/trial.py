@@ -50,7 +50,7 @@ class _Pass:
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.first, self.last):
-            yield self.trial.injection.batch(self.trial, number)
+            yield self.trial.task.packed(self.trial.injection.batch(self.trial, number))
 
 
 class Injection:
@@ -101,7 +101,7 @@ class Trial:
         self.task, self.seed, self.lr, self.folder = task, seed, task.lr * lr, folder
         self.source: Source = task.source(seed, task.batch)
         self.clip = task.clip
-        self.decay, self.drop, self.smoothing = DECAY, 0.0, 0.0
+        self.decay, self.drop, self.smoothing, self.factor = DECAY, 0.0, 0.0, 1.0
         self.betas = (0.9, 0.98)
         self.scaler: torch.amp.GradScaler | None = None
         self.micro = 1
@@ -130,9 +130,10 @@ class Trial:
             dir=self.folder,
             id=run_id,
             resume="must" if run_id else "never",
-            config={"lr": self.lr, "weight_decay": self.decay, "dropout": self.drop, "label_smoothing": self.smoothing},
+            config={"lr": self.lr, "weight_decay": self.decay, "dropout": self.drop, "label_smoothing": self.smoothing,
+                    "loss_factor": self.factor},
             recorder={"max_capsules": 0, "snapshot_every": 0},  # diagnosed afterwards, as sealing does: see `judge`
-        )
+        )  # fmt: skip
 
     def watch(self) -> None:
         self.run.watch(self.model, self.optimizer, scaler=self.scaler)
@@ -189,13 +190,13 @@ class Trial:
             group["lr"] = self.injection.rate(self, self.step)
         total: Any = 0.0
         for _ in range(self.micro):
-            x, y = next(self.feed)
+            x, y = self.task.unpacked(next(self.feed))
             if self.scaler is not None:
                 with torch.autocast("cpu", torch.float16):
                     output = self.model(x)
             else:
                 output = self.model(x)
-            loss = self.task.loss(output, y, self.smoothing)
+            loss = self.factor * self.task.loss(output, y, self.smoothing)
             (loss if self.scaler is None else self.scaler.scale(loss)).div(self.micro).backward()
             if self.micro > 1:
                 self.run.micro(loss.detach(), tokens=x.numel() if self.task.tokens else None, samples=len(x))

@@ -1,4 +1,4 @@
-"""What is injected. Each class is one way of one cause; `sizes` are those of the development part, `held_sizes` the others.
+"""What is injected. Each class is one way of one cause; `sizes` are those of the first tasks, `second_sizes` those of the second.
 
 An injection does what the fault itself does (a bit is flipped, a state is not loaded, a file is read as text), never what the
 fault looks like in the record.

@@ -13,7 +13,7 @@ from benchmarks.faults.trial import Injection
 
 class Fault(Injection):
     sizes: ClassVar[tuple[float, ...]] = (1.0,)
-    held_sizes: ClassVar[tuple[float, ...]] = (1.0,)
+    second_sizes: ClassVar[tuple[float, ...]] = (1.0,)
     lr: ClassVar[float] = 1.0
     gradual = False
     """The cause grows over `span` steps before it shows in the loss: it has precursors."""

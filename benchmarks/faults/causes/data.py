@@ -14,7 +14,7 @@ from benchmarks.faults.trial import Trial
 class Noise(Fault):
     """A binary file read as text; a sensor's garbage. `size` is the spread of the garbage where data are floats."""
 
-    cause, sizes, held_sizes, span = "corrupt-batch", (4.0, 20.0), (8.0, 60.0), 2
+    cause, sizes, second_sizes, span = "corrupt-batch", (4.0, 20.0), (8.0, 60.0), 2
 
     def batch(self, trial: Trial, step: int) -> Batch:
         x, y = trial.source.batch(step)
@@ -36,7 +36,7 @@ class UnseenNoise(Noise):
 class Stuck(Fault):
     """One token over and over: a file of zeros or padding."""
 
-    cause, sizes, held_sizes, span = "corrupt-batch", (150.0, 60.0), (99.0, 180.0), 2
+    cause, sizes, second_sizes, span = "corrupt-batch", (150.0, 60.0), (99.0, 180.0), 2
     fits = staticmethod(with_tokens)
 
     def batch(self, trial: Trial, step: int) -> Batch:
@@ -48,7 +48,7 @@ class NanBatch(Fault):
     """`size` of the values are not numbers."""
 
     always = True
-    cause, sizes, held_sizes = "corrupt-batch", (0.01,), (0.001,)
+    cause, sizes, second_sizes = "corrupt-batch", (0.01,), (0.001,)
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -66,7 +66,7 @@ class NanBatch(Fault):
 class RareTokens(Fault):
     """`size` of the tokens are ones that never came before."""
 
-    cause, sizes, held_sizes = "rare-token", (0.25, 0.5), (0.35, 0.6)
+    cause, sizes, second_sizes = "rare-token", (0.25, 0.5), (0.35, 0.6)
     fits = staticmethod(with_tokens)
 
     def batch(self, trial: Trial, step: int) -> Batch:
@@ -83,7 +83,7 @@ class RareTokens(Fault):
 class Shuffled(Fault):
     """Targets of other samples."""
 
-    cause, span, sizes, held_sizes = "label-fault", 2, (1.0,), (1.0,)
+    cause, span, sizes, second_sizes = "label-fault", 2, (1.0,), (1.0,)
 
     def batch(self, trial: Trial, step: int) -> Batch:
         x, y = trial.source.batch(step)
@@ -100,7 +100,7 @@ class LongShuffled(Shuffled):
 class ConstantLabel(Fault):
     """One label for all."""
 
-    cause, span, sizes, held_sizes = "label-fault", 3, (3.0,), (7.0,)
+    cause, span, sizes, second_sizes = "label-fault", 3, (3.0,), (7.0,)
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -115,7 +115,7 @@ class Repeated(Fault):
     """The loader hands out one batch `size` times."""
 
     always = True
-    cause, sizes, held_sizes = "repeated-batch", (20.0, 40.0), (30.0,)
+    cause, sizes, second_sizes = "repeated-batch", (20.0, 40.0), (30.0,)
 
     def batch(self, trial: Trial, step: int) -> Batch:
         return trial.source.batch(self.at if self.at <= step < self.at + self.size else step)
@@ -124,7 +124,7 @@ class Repeated(Fault):
 class OtherData(Fault):
     """Another distribution from now on."""
 
-    cause, sizes, held_sizes = "data-regime-change", (1.0,), (1.0,)
+    cause, sizes, second_sizes = "data-regime-change", (1.0,), (1.0,)
 
     def batch(self, trial: Trial, step: int) -> Batch:
         trial.source.regime = int(step >= self.at)

@@ -44,7 +44,7 @@ class WeightBit(Fault):
 class WeightWord(WeightBit):
     """One weight is overwritten with `size`."""
 
-    sizes, held_sizes = (300.0, 1e4), (1e3, 1e5)
+    sizes, second_sizes = (300.0, 1e4), (1e3, 1e5)
 
     def corrupted(self, value: float) -> float:
         return self.size
@@ -53,7 +53,7 @@ class WeightWord(WeightBit):
 class ActivationTile(Fault):
     """For one step a tile of one module's output is `size`: a multiplier that failed once."""
 
-    cause, sizes, held_sizes = "hardware-fault", (3e2, 1e5), (3e3, 1e6)
+    cause, sizes, second_sizes = "hardware-fault", (3e2, 1e5), (3e3, 1e6)
 
     def before(self, trial: Trial) -> None:
         if trial.step != self.at:
@@ -79,7 +79,7 @@ class ActivationTile(Fault):
 class GradientWord(WeightBit):
     """One element of one gradient is `size` for one step."""
 
-    sizes, held_sizes = (1e4,), (1e5,)
+    sizes, second_sizes = (1e4,), (1e5,)
 
     def before(self, trial: Trial) -> None:
         pass

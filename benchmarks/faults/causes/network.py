@@ -14,7 +14,7 @@ from benchmarks.faults.trial import Trial
 class HalfOverflow(Fault):
     """fp16 with a loss scaler; one layer's gain `size` times too large: its activations leave fp16's range."""
 
-    cause, sizes, held_sizes, tail = "fp16-overflow", (3e4,), (1e5,), 40
+    cause, sizes, second_sizes, tail = "fp16-overflow", (3e4,), (1e5,), 40
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -33,7 +33,7 @@ class ScaleTooHigh(HalfOverflow):
     """The loss scale itself is `size`."""
 
     always = True
-    sizes, held_sizes = (2.0**36,), (2.0**42,)
+    sizes, second_sizes = (2.0**36,), (2.0**42,)
 
     def before(self, trial: Trial) -> None:
         if trial.step == self.at:
@@ -60,7 +60,7 @@ class Growing(Fault):
 class LogitGrowth(Growing):
     """Queries and keys grow: attention logits with their product."""
 
-    cause, sizes, held_sizes = "attention-logit-growth", (1.18, 1.25), (1.22,)
+    cause, sizes, second_sizes = "attention-logit-growth", (1.18, 1.25), (1.22,)
     lr = 4.0
     names: ClassVar[tuple[str, ...]] = ("attn.q.weight", "attn.k.weight")
 
@@ -80,7 +80,7 @@ class LogitGrowth(Growing):
 class EmbeddingRows(Growing):
     """The rows of the most frequent tokens grow."""
 
-    cause, sizes, held_sizes = "embedding-instability", (1.18, 1.25), (1.22,)
+    cause, sizes, second_sizes = "embedding-instability", (1.18, 1.25), (1.22,)
     names: ClassVar[tuple[str, ...]] = ("tok_emb", "wte", "embedding.weight")
     rows: ClassVar[slice] = slice(0, 20)
     fits = staticmethod(with_tokens)
@@ -89,7 +89,7 @@ class EmbeddingRows(Growing):
 class HeadGrowth(Growing):
     """The output head grows."""
 
-    cause, sizes, held_sizes = "embedding-instability", (1.05, 1.1), (1.08,)
+    cause, sizes, second_sizes = "embedding-instability", (1.05, 1.1), (1.08,)
     names: ClassVar[tuple[str, ...]] = ("head.weight", "out.weight")
     fits = staticmethod(with_tokens)
 
@@ -97,7 +97,7 @@ class HeadGrowth(Growing):
 class OutlierUnit(Growing):
     """One unit's incoming weights grow: its activation becomes an outlier."""
 
-    cause, sizes, held_sizes = "activation-outliers", (1.15, 1.2), (1.18,)
+    cause, sizes, second_sizes = "activation-outliers", (1.15, 1.2), (1.18,)
     names: ClassVar[tuple[str, ...]] = ("blocks.0.mlp.2.weight", "layers.0.weight", "h.1.down.weight", "body.0.4.weight")
     rows: ClassVar[slice] = slice(3, 4)
 
@@ -109,7 +109,7 @@ class OutlierUnit(Growing):
 class ScaleGrowth(Fault):
     """The factor of the attention logits grows by `size` a step; no weight does."""
 
-    cause, sizes, held_sizes, gradual, span, tail = "attention-logit-growth", (1.3,), (1.35,), True, 50, 20
+    cause, sizes, second_sizes, gradual, span, tail = "attention-logit-growth", (1.3,), (1.35,), True, 50, 20
     lr = 4.0
 
     @classmethod
@@ -126,19 +126,19 @@ class ScaleGrowth(Fault):
 class LogitJump(LogitGrowth):
     """Queries and keys are `size` times too large from one step to the next."""
 
-    sizes, held_sizes, span, gradual = (12.0,), (20.0,), 1, False
+    sizes, second_sizes, span, gradual = (12.0,), (20.0,), 1, False
 
 
 class EmbeddingJump(EmbeddingRows):
     """Rows of the embedding are `size` times too large from one step to the next."""
 
-    sizes, held_sizes, span, gradual = (100.0,), (300.0,), 1, False
+    sizes, second_sizes, span, gradual = (100.0,), (300.0,), 1, False
 
 
 class HalfCast(Fault):
     """One module's output is kept in half precision and grows by `size` a step, until it does not fit; there is no scaler."""
 
-    cause, sizes, held_sizes, gradual, span, tail = "fp16-overflow", (1.3,), (1.4,), True, 60, 0
+    cause, sizes, second_sizes, gradual, span, tail = "fp16-overflow", (1.3,), (1.4,), True, 60, 0
 
     @classmethod
     def fits(cls, task: Task) -> bool:

@@ -13,7 +13,7 @@ class RateJump(Fault):
     """The learning rate `size` times too high from now on."""
 
     always = True
-    cause, sizes, held_sizes = "lr-discontinuity", (10.0, 50.0), (20.0, 100.0)
+    cause, sizes, second_sizes = "lr-discontinuity", (10.0, 50.0), (20.0, 100.0)
 
     def rate(self, trial: Trial, step: int) -> float:
         return super().rate(trial, step) * (self.size if step >= self.at else 1.0)
@@ -22,7 +22,7 @@ class RateJump(Fault):
 class RateBlip(RateJump):
     """The same for eight steps."""
 
-    sizes, held_sizes = (30.0,), (60.0,)
+    sizes, second_sizes = (30.0,), (60.0,)
 
     def rate(self, trial: Trial, step: int) -> float:
         return Injection.rate(self, trial, step) * (self.size if self.at <= step < self.at + 8 else 1.0)
@@ -35,7 +35,7 @@ def adaptive(task: Task) -> bool:
 class StateLost(Fault):
     """Resumed from a checkpoint without the optimizer's state."""
 
-    cause, lr, sizes, held_sizes, always = "optimizer-state-lost", 3.0, (1.0,), (1.0,), True
+    cause, lr, sizes, second_sizes, always = "optimizer-state-lost", 3.0, (1.0,), (1.0,), True
     fits = staticmethod(adaptive)
 
     def before(self, trial: Trial) -> None:
@@ -60,7 +60,7 @@ class MomentsZeroed(StateLost):
 class StaleMoment(Fault):
     """One layer's second moment is that of a time when it hardly had a gradient: `size` of what it should be."""
 
-    cause, sizes, held_sizes = "stale-second-moment", (1e-6, 1e-8), (1e-7, 1e-9)
+    cause, sizes, second_sizes = "stale-second-moment", (1e-6, 1e-8), (1e-7, 1e-9)
     lr, always = 3.0, True
     fits = staticmethod(adaptive)
 
@@ -76,7 +76,7 @@ class StaleMoment(Fault):
 class Frozen(StaleMoment):
     """A layer gets no gradient for `span` steps, then its usual one."""
 
-    sizes, held_sizes, span, always = (0.0,), (0.0,), 120, False
+    sizes, second_sizes, span, always = (0.0,), (0.0,), 120, False
 
     def prepare(self, trial: Trial) -> None:
         trial.betas = (0.9, 0.9)
@@ -94,7 +94,7 @@ class Frozen(StaleMoment):
 class Unclipped(Fault):
     """Clipping is gone, at a rate `size` times the usual, which only clipping kept stable."""
 
-    cause, sizes, held_sizes, tail = "gradient-explosion", (14.0, 20.0), (16.0, 24.0), 60
+    cause, sizes, second_sizes, tail = "gradient-explosion", (14.0, 20.0), (16.0, 24.0), 60
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -112,7 +112,7 @@ class Unclipped(Fault):
 class Deepening(Fault):
     """Every layer's gain creeps up by `size` a step, as an unnormalised deep network's does: gradients grow with its power."""
 
-    cause, sizes, held_sizes, span, tail, gradual = "gradient-explosion", (1.02,), (1.03,), 40, 20, True
+    cause, sizes, second_sizes, span, tail, gradual = "gradient-explosion", (1.02,), (1.03,), 40, 20, True
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -132,7 +132,7 @@ class Deepening(Fault):
 class Dropout(Fault):
     """Resumed with dropout `size`."""
 
-    cause, sizes, held_sizes = "config-change", (0.7,), (0.8,)
+    cause, sizes, second_sizes = "config-change", (0.7,), (0.8,)
 
     @classmethod
     def fits(cls, task: Task) -> bool:
@@ -147,7 +147,7 @@ class Dropout(Fault):
 class Smoothing(Dropout):
     """Resumed with label smoothing `size`."""
 
-    sizes, held_sizes = (0.4,), (0.5,)
+    sizes, second_sizes = (0.4,), (0.5,)
 
     @classmethod
     def fits(cls, task: Task) -> bool:
