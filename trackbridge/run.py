@@ -283,7 +283,7 @@ class Run:
     def watch(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] | None = None,
         *,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
@@ -294,7 +294,7 @@ class Run:
 
         Args:
             model: a module, a list of modules, or a mapping; in a mapping the keys prefix the series (``g.head.weight``).
-            optimizer: likewise.
+            optimizer: likewise; a trainer's container of optimizers (anything that iterates over them) counts as a list.
             scaler: a `torch.amp.GradScaler`, for its scale and skipped steps, and for a replay.
             state: further objects with ``state_dict`` that a replay must restore (a scheduler, an EMA).
             generators: further random generators that a replay must restore, by name.

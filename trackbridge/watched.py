@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
@@ -15,21 +15,38 @@ from trackbridge.probes.base import Inert
 T = TypeVar("T")
 
 
-def named(what: str, given: T | Sequence[T] | Mapping[str, T], kind: type[T]) -> dict[str, T]:
-    """One object becomes ``{"": object}``, a list ``{"0": ..., "1": ...}``, a mapping stays. Raises `UsageError`."""
+def named(what: str, given: T | Iterable[T] | Mapping[str, T], kind: type[T]) -> dict[str, T]:
+    """One object becomes ``{"": object}``, several (a list, a trainer's container of optimizers) ``{"0": ..., "1": ...}``, a
+    mapping stays. Raises `UsageError`."""
     found: dict[str, Any]
-    if isinstance(given, kind):
-        found = {"": given}
-    elif isinstance(given, Mapping):
+    if isinstance(given, Mapping):
         found = {str(name): item for name, item in given.items()}
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        found = {str(index): item for index, item in enumerate(given)} if len(given) != 1 else {"": given[0]}
+    elif (parts := _parts(given, kind)) is not None:
+        found = {str(index): item for index, item in enumerate(parts)} if len(parts) != 1 else {"": parts[0]}
+    elif isinstance(given, kind):
+        found = {"": given}
     else:
         raise UsageError(f"{what} must be a {kind.__name__}, a list or a mapping of them, not {type(given).__name__}")
     for name, item in found.items():
         if not isinstance(item, kind):
             raise UsageError(f"{what} {name!r} must be a {kind.__name__}, not {type(item).__name__}")
     return found
+
+
+def _parts(given: Any, kind: type[Any]) -> list[Any] | None:
+    """What `given` holds, in its order; None if it is one object, or nothing that can be gone through again in the same order.
+
+    An optimizer that is iterable is a container: it may well be an `Optimizer` itself, for its hooks, but its `state` is empty
+    and what a replay must restore is in its members. A module that is iterable (`nn.Sequential`) is one model.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        return list(given)
+    if isinstance(given, (Iterator, Set)) or not isinstance(given, Iterable):
+        return None
+    if isinstance(given, kind) and not isinstance(given, Optimizer):
+        return None
+    parts = list(given)
+    return parts if parts and all(isinstance(part, kind) and part is not given for part in parts) else None
 
 
 def hyperparameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:

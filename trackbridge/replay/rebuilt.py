@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Rebuilt:
     """
 
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-    optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+    optimizer: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
     step: Callable[[Any, Any, list[Any], int], Any]
     scaler: Any = None
     state: Mapping[str, Any] = field(default_factory=dict)
