@@ -1,0 +1,63 @@
+"""The stack people really run, as one, on two ranks of a CPU: `benchmarks/stack.py`, small, and what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stack.py"
+QUICK = ["--seconds", "0", "--steps", "1", "--limit", "90"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def measured(folder: Path, *launcher: str) -> dict[str, Any]:
+    """What the script says. It ends by itself within 90 seconds, hung or not."""
+    target = folder / "stack.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    command = [sys.executable, *launcher, str(SCRIPT), *QUICK, "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(target.read_text())
+    return result
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("stack"), *TORCHRUN)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("which", ["sharded", "whole"])
+def test_the_statistics_are_those_worked_out_by_hand(which: str, request: pytest.FixtureRequest) -> None:
+    values = request.getfixturevalue(which)["values"]
+    assert values["wrong"] == []
+    assert values["own part"] + values["whole"] == values["compared"] == 3 * (28 + 2 * 2)  # steps, parameters, blocks
+
+
+@pytest.mark.parametrize("which", ["sharded", "whole"])
+def test_training_ends_in_the_same_bits(which: str, request: pytest.FixtureRequest) -> None:
+    same = request.getfixturevalue(which)["same_bits"]
+    assert same["unwatched again"] and same["watched"]
+
+
+@pytest.mark.parametrize("which", ["sharded", "whole"])
+def test_no_graph_is_broken_and_none_is_made_twice(which: str, request: pytest.FixtureRequest) -> None:
+    cases = request.getfixturevalue(which)["cases"]
+    for name, case in cases.items():
+        assert case["graphs"] == cases["unwatched"]["graphs"] > 0, name
+        assert case["graph_breaks"] == 0 and case["recompiles_after_warmup"] == 0, name
+
+
+def test_both_ranks_agree(sharded: dict[str, Any]) -> None:
+    (other,) = sharded["ranks"]
+    assert other["values"]["compared"] == sharded["values"]["compared"] and other["rounds"] == sharded["rounds"]
