@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 logger = logging.getLogger("trackbridge")
 
@@ -68,27 +68,41 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+class Timer(Protocol):
+    """Told when our own code begins and ends on the training thread."""
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 class Part:
     """A part of trackbridge that may break without hurting training.
 
     ``with part: ...`` swallows exceptions: the first is logged with its traceback, and the part is disabled
-    (`alive` turns False) and counted in `failures`. `strict` re-raises; so does running under pytest.
+    (`alive` turns False) and counted in `failures`. `strict` re-raises; so does running under pytest. What a part does on
+    the training thread is charged to its `timer`.
     """
 
-    __slots__ = ("alive", "failures", "name", "strict")
+    __slots__ = ("alive", "failures", "name", "strict", "timer")
 
-    def __init__(self, name: str, *, strict: bool = False) -> None:
+    def __init__(self, name: str, *, strict: bool = False, timer: Timer | None = None) -> None:
         self.name = name
+        self.timer = timer
         self.strict = strict
         self.alive = True
         self.failures = 0
 
     def __enter__(self) -> Part:
+        if self.timer is not None:
+            self.timer.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False] | bool:
+        if self.timer is not None:
+            self.timer.leave()
         if error is None or not isinstance(error, Exception):
             return False
         self.failures += 1

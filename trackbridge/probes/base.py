@@ -59,15 +59,21 @@ class UpdateProbe(Probe, AroundUpdate, Protocol):
 class Gate:
     """Whether to measure: the one switch that all probes of a run look at."""
 
-    __slots__ = ("paused", "step")
+    __slots__ = ("paused", "rarer", "step")
 
     def __init__(self) -> None:
         self.paused = 0
         self.step: int | None = None
+        self.rarer = 1  # factor on cadences: `trackbridge.overhead.Throttle`
 
-    def due(self, every: int) -> bool:
-        """True when a statistic of this cadence belongs into the current step. The first step after `watch` has them all."""
-        return not self.paused and every > 0 and (self.step is None or self.step % every == 0)
+    def due(self, every: int, *, always: bool = False) -> bool:
+        """True when a statistic of this cadence belongs into the current step. The first step after `watch` has them all.
+
+        `always`: it is never taken more rarely, however much measuring costs.
+        """
+        if self.paused or every <= 0:
+            return False
+        return self.step is None or self.step % (every if always else every * self.rarer) == 0
 
 
 class Inert:

@@ -112,7 +112,7 @@ class GradientProbe:
     ) -> Scaling | None:
         """Multiply the gradients as torch would, to the bit, in a kernel that measures them too. None where that cannot be:
         then nothing was done. Nothing that may fail comes after the launch."""
-        if foreach is False or norm_type <= 0 or not self._gate.due(self._every):
+        if foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
             return None
         rows, gradients = [], []
         for parameter in parameters:
@@ -162,7 +162,7 @@ class GradientProbe:
 
     @torch.no_grad()
     def _update(self, optimizer: Any) -> None:
-        if not self._gate.due(self._every):
+        if not self._gate.due(self._every, always=True):
             return
         place = 1.0 + self._subject.place(optimizer)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
