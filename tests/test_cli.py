@@ -17,7 +17,8 @@ from tests import replays
 from trackbridge import __version__
 from trackbridge.cli import app
 from trackbridge.cli.common import sparkline
-from trackbridge.cli.doctor import Finding, show
+from trackbridge.cli.doctor import show
+from trackbridge.cli.doctor.finding import Finding
 from trackbridge.rundir import RunDirectory
 
 BUILD = "tests.replays:build"

@@ -27,7 +27,7 @@ class Section(BaseModel):
 class ParametersConfig(Section):
     """Per-parameter statistics at optimizer-step time. `*_every` is a cadence in optimizer steps; 0 switches off."""
 
-    gradients_every: int = Field(1, ge=0)
+    gradients_every: int = Field(1, ge=0, description="norm, largest element and non-finite elements of each gradient")
     weights_every: int = Field(10, ge=0, description="weights move slowly; also measured at the first step")
     moments_every: int = Field(10, ge=0, description="Adam's first and second moment")
     histograms_every: int = Field(100, ge=0, description="of weights and gradients; also after an anomaly that gets a capsule")
@@ -36,15 +36,26 @@ class ParametersConfig(Section):
 class ActivationsConfig(Section):
     """Activation statistics in forward hooks."""
 
-    sites: Literal["blocks", "blocks+branches", "leaf", "none"] | list[str] = "blocks"
+    sites: Literal["blocks", "blocks+branches", "leaf", "none"] | list[str] = Field(
+        "blocks", description="whose outputs are measured: a choice, or names of modules (patterns with * and ? too)"
+    )
     every: int = Field(1, ge=1, description="cadence in optimizer steps")
+    tokens: int = Field(1, ge=1, description="measure every N-th token only, N rounded up to an odd prime; see docs/statistics.md")
+    channels_every: int = Field(10, ge=0, description="cadence of the kurtosis over channels, one more read; 0: never")
+    embedding_rows: int = Field(3, ge=0, le=16, description="rows of the embedding with the largest gradients; 0: none")
+    embedding_every: int = Field(1, ge=1, description="cadence of that in optimizer steps; reads the table's gradient once more")
+    attention_every: int = Field(0, ge=0, description="cadence of the largest attention logit of each block; 0: never")
+    attention_queries: int = Field(16, ge=1, description="query positions of each sequence whose logits are looked at")
+    routers: list[str] | None = Field(
+        None, description="name patterns of the routers of mixtures of experts; default: those that look like one"
+    )
     inside_compiled: bool = Field(True, description="measure inside a whole-model torch.compile region")
 
 
 class RecorderConfig(Section):
     """The flight recorder: what a replay needs."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="keep what a replay needs; off, anomalies are told but get no capsule")
     batch_bytes: int = Field(4 * MiB, ge=0, description="keep a step's batches when they fit in this many bytes")
     context_bytes: int = Field(256 * MiB, ge=MiB, description="size of the ring of step contexts on disk")
     snapshot_every: int = Field(100, ge=0, description="steps between parameter snapshots; 0: none")
@@ -59,7 +70,7 @@ class RecorderConfig(Section):
 class LearningRateConfig(Section):
     """A learning rate that jumps where its schedule does not. Warm-up, decay and restarts are none."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     rise: float = Field(1.5, gt=1, description="a rise by this factor in one step, above every rate so far")
     fall: float = Field(30.0, gt=1, description="a fall by this factor in one step; a decay in steps is 2 to 10")
     back: int = Field(50, ge=1, description="a rise that is taken back within so many steps was no restart")
@@ -68,7 +79,7 @@ class LearningRateConfig(Section):
 class RepeatsConfig(Section):
     """The same batch again within an epoch. Needs batches that the recorder saw."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     memory: int = Field(256, ge=1, description="steps back in which a batch is recognised")
     least_samples: int = Field(4, ge=1, description="samples from which on a single equal batch cannot be chance")
 
@@ -76,7 +87,7 @@ class RepeatsConfig(Section):
 class OptimizerStateConfig(Section):
     """Adam's second moment fell faster than it can: the state was lost, or one layer's is stale."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     fall: float = Field(0.3, gt=0, lt=1, description="share that is left ten steps later; decays from 0.9 on leave 0.35")
     longest_gap: int = Field(50, ge=1, description="steps between measurements beyond which nothing is concluded")
 
@@ -84,7 +95,7 @@ class OptimizerStateConfig(Section):
 class LossScaleConfig(Section):
     """A gradient scaler's scale that collapses after it had found its level."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     fall: float = Field(16.0, gt=1, description="a fall by this factor without growth in between: four halvings")
     within: int = Field(100, ge=1, description="steps without a halving after which a fall is over")
     calm: int = Field(20, ge=1, description="steps without a halving after which the scaler's search is over")
@@ -94,7 +105,7 @@ class LossScaleConfig(Section):
 class ThroughputConfig(Section):
     """The run became slower per token (or sample, or step), and stays so."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     drop: float = Field(0.3, gt=0, lt=1, description="share of the usual pace that is lost")
     steps: int = Field(30, ge=1, description="slow steps in a row before it is told")
     seconds: float = Field(60.0, ge=0, description="how long they must have taken together: less is not worth a word")
@@ -103,7 +114,7 @@ class ThroughputConfig(Section):
 class MemoryConfig(Section):
     """Device or host memory that creeps up over some thousand steps."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     least_bytes: float = Field(256 * MiB, gt=0, description="smallest rise worth telling")
     least_share: float = Field(0.05, ge=0, description="the same, as a share of what was held before")
 
@@ -111,7 +122,7 @@ class MemoryConfig(Section):
 class StallConfig(Section):
     """No step for a long time. `run.pause` stops this clock."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     factor: float = Field(20.0, gt=1, description="times the usual step time")
     seconds: float = Field(300.0, gt=0, description="never told before so many seconds: an evaluation may take minutes")
 
@@ -119,7 +130,7 @@ class StallConfig(Section):
 class PlateauConfig(Section):
     """A loss that no longer falls. Off by default: every loss flattens."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="look for it")
     steps: int = Field(3000, ge=3, description="steps without a better loss that make a plateau")
     least: float = Field(0.002, ge=0, description="share of the loss by which it must have fallen to count as better")
 
@@ -127,7 +138,7 @@ class PlateauConfig(Section):
 class LevelConfig(Section):
     """A loss or gradient norm that stays up, or climbs, without a single value that gives it away."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     step: float = Field(3.5, gt=0, description="scales by which the median of 6 values must lie above the 24 before them")
     share: float = Field(0.12, ge=0, description="share of the loss that such a step must be worth")
     climb: float = Field(6.0, gt=0, description="the same for a climb over 48 values")
@@ -138,7 +149,7 @@ class LevelConfig(Section):
 class LayersConfig(Section):
     """Gradients, kurtosis or updates of single layers that stay out of their band while the loss does not follow."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for it")
     after: int = Field(8, ge=2, description="values in a row out of the band before it is told")
     score: float = Field(8.0, gt=0, description="robust sigmas that the worst of them must reach")
     rest: int = Field(500, ge=0, description="steps after such an event in which no other is told")
@@ -147,7 +158,7 @@ class LayersConfig(Section):
 class DetectionConfig(Section):
     """Anomaly detection. Defaults were chosen on real curves, cross-validated by family: see docs/detection.md."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="look for anomalies at all")
     threshold: float = Field(4.2, gt=0, description="robust sigmas above the expected loss that make a spike")
     grad_threshold: float = Field(8.0, gt=0, description="the same for the global gradient norm")
     layer_threshold: float = Field(6.0, gt=0, description="the same for per-layer series, which only explain")
@@ -181,7 +192,7 @@ class DetectionConfig(Section):
 class GuardConfig(Section):
     """What `run.guard` does about a step whose loss or gradient norm is out of its band; only where the loop asks it."""
 
-    action: Literal["warn", "skip", "raise", "stop"] = "warn"
+    action: Literal["warn", "skip", "raise", "stop"] = Field("warn", description="what happens to a flagged step")
     threshold: float = Field(6.0, gt=0, description="robust sigmas above the expected value that flag a step")
     max_consecutive: int = Field(3, ge=1, description="flagged steps in a row after which it asks for a rollback")
     patience: int = Field(50, ge=1, description="steps in a row that must be in band for the trouble to count as over")
@@ -212,17 +223,24 @@ class JournalConfig(Section):
     """The row journal of a rank. Nothing is left out before it outgrows `budget_bytes`; then what is oldest is thinned first,
     and the newest `full_resolution_steps`, like rows that a tracker still lacks, only where nothing else is left."""
 
-    segment_bytes: int = Field(64 * MiB, ge=4096)
-    fsync_seconds: float = Field(5.0, gt=0)
+    segment_bytes: int = Field(64 * MiB, ge=4096, description="size at which a new file of the journal begins")
+    fsync_seconds: float = Field(5.0, gt=0, description="what a crash of the whole machine may lose, at most")
     budget_bytes: int = Field(4096 * MiB, ge=1 << 16, description="rows on disk; anomalies and their windows stay whole")
     full_resolution_steps: int = Field(100_000, ge=0, description="newest steps that keep every value, if the budget allows")
+
+
+class RanksConfig(Section):
+    """Merging over ranks: rank 0's rows are of all ranks together (`trackbridge.merging`)."""
+
+    merge_up_to: int = Field(1024, ge=0, description="ranks; in larger worlds, and with 0, rows are rank 0's own")
+    wait_seconds: float = Field(10.0, ge=0, description="how long a row waits for other ranks' numbers; training never does")
 
 
 class StreamConfig(Section):
     """What goes to trackers; the journal always keeps everything. `layers`: which wide series are sent: none but their extrema
     over all layers, those of activations (of at most `max_series`, from evenly spaced modules), or all of them."""
 
-    layers: Literal["summary", "blocks", "all"] = "blocks"
+    layers: Literal["summary", "blocks", "all"] = Field("blocks", description="which wide series are sent, as said above")
     every: int = Field(1, ge=1, description="send every N-th step row; rows of an anomaly are always sent")
     max_series: int = Field(1000, ge=1, description='wide series that "blocks" sends')
 
@@ -234,19 +252,23 @@ class TrackbridgeConfig(BaseSettings):
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=False
     )
 
-    backend: Any = None
-    project: str = "trackbridge"
-    name: str | None = None
-    dir: Path = Path("runs")
-    id: str | None = None
-    resume: Literal["never", "auto", "must"] = "never"
-    tags: tuple[str, ...] = ()
-    group: str | None = None
-    shipping: Literal["process", "thread"] = "process"
+    backend: Any = Field(None, description="the trackers to deliver to; null: the journal on disk only")
+    project: str = Field("trackbridge", description="the tracker's project or experiment")
+    name: str | None = Field(None, description="what people call the run; null: its id")
+    dir: Path = Field(Path("runs"), description="where run folders live; this run's is dir/<run id>/")
+    id: str | None = Field(None, description="the run's id; null: a new one, agreed across ranks")
+    resume: Literal["never", "auto", "must"] = Field("never", description="whether an id that is there is gone on with")
+    tags: tuple[str, ...] = Field((), description="for the tracker's filters")
+    group: str | None = Field(None, description="the tracker's group of runs")
+    shipping: Literal["process", "thread"] = Field("process", description="a child process talks to the trackers, or a thread")
     join: bool = Field(False, description="write into the W&B or MLflow run that is open in this process")
-    strict: bool = False
+    strict: bool = Field(False, description="raise our own bugs in the training instead of logging them once: for tests")
     stop_on_anomaly: float | None = Field(None, ge=0, le=1, description="severity from which run.should_stop says so")
     slots: int = Field(64, ge=2, description="depth of the ring between training thread and scribe")
+
+    max_overhead: float | None = Field(
+        None, gt=0, lt=1, description="largest share of the step's time that measuring may take; beyond it some is taken rarely"
+    )
 
     parameters: ParametersConfig = ParametersConfig()
     activations: ActivationsConfig = ActivationsConfig()
@@ -256,6 +278,7 @@ class TrackbridgeConfig(BaseSettings):
     perf: PerfConfig = PerfConfig()
     journal: JournalConfig = JournalConfig()
     stream: StreamConfig = StreamConfig()
+    ranks: RanksConfig = RanksConfig()
     alerts: AlertsConfig = AlertsConfig()
 
     @classmethod

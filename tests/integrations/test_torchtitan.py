@@ -1,5 +1,5 @@
-"""A trainer in torchtitan's style, on two ranks over gloo: FSDP2, model parts, a container of optimizers, each block compiled by
-itself, selective checkpointing; recorded, and its bad step run again."""
+"""A trainer in torchtitan's style, on two ranks over gloo: FSDP2, model parts, a container of optimizers, compiled blocks,
+selective checkpointing; recorded, and its bad step run again."""
 
 from __future__ import annotations
 

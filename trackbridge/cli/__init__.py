@@ -16,6 +16,7 @@ from trackbridge.cli.demo import demo
 from trackbridge.cli.diff import diff
 from trackbridge.cli.doctor import doctor
 from trackbridge.cli.export import export
+from trackbridge.cli.init_config import init_config
 from trackbridge.cli.pull import pull
 from trackbridge.cli.replay import replay
 from trackbridge.cli.report import report
@@ -61,5 +62,5 @@ def main(
     pass
 
 
-for command in (demo, runs, show, diff, scan, view, sync, export, pull, replay, rollback, report, doctor):
+for command in (demo, runs, show, diff, scan, view, sync, export, pull, replay, rollback, report, init_config, doctor):
     app.command()(command)
