@@ -34,7 +34,7 @@ import sys, torch, torch.distributed as dist
 import trackbridge
 from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo")
-run = trackbridge.init(dir=sys.argv[1])
+run = trackbridge.init(dir=sys.argv[1], ranks={"merge_up_to": int(sys.argv[2])})
 model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
 for layer in model:
     fully_shard(layer)
@@ -88,11 +88,24 @@ def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
     """F1, F7: what one rank cannot know is labelled local."""
     import trackbridge
 
-    torchrun(tmp_path, SHARDED, str(tmp_path / "runs"))
+    torchrun(tmp_path, SHARDED, str(tmp_path / "runs"), "0")
     names = trackbridge.load(tmp_path / "runs").names
     assert "train/loss" in names and "layer/0.weight/grad_norm_local" in names
     whole = [name for name in names if name.startswith(("layer/", "grad/", "param/")) and not name.endswith("_local")]
     assert whole == []
+
+
+def test_merged_the_suffix_is_gone_and_the_other_rank_keeps_its_own(tmp_path: Path) -> None:
+    import trackbridge
+
+    torchrun(tmp_path, SHARDED, str(tmp_path / "runs"), "2")
+    record = trackbridge.load(tmp_path / "runs")
+    names = record.names
+    assert {"grad/norm", "param/norm", "layer/0.weight/grad_norm"} <= set(names)
+    assert not [name for name in names if name.endswith("_local")]
+    assert record.series("ranks/merged")[1].tolist() == [2.0, 2.0]
+    own = [name for row in record.rows(1) for name in row.schema.names if name.startswith(("layer/", "grad/", "param/"))]
+    assert own and all(name.endswith("_local") for name in own)
 
 
 def test_a_rank_that_does_not_take_part(tmp_path: Path) -> None:

@@ -193,6 +193,13 @@ class SpikeCapsule(BaseModel):
         included; empty in a capsule that has none."""
         return read_narrow(self.path / HISTORY) if HISTORY in self.files else {}
 
+    def history_of(self, rank: int) -> dict[int, dict[str, float]]:
+        """`history` as `rank` recorded it: its own values, like `series(rank)`."""
+        own = f"rank-{rank:04d}/{HISTORY}"
+        if own in self.files:
+            return read_narrow(self.path / own)
+        return self.history if rank == 0 else {}
+
     @cached_property
     def layers(self) -> pd.DataFrame:
         """Per-layer statistics: step, family ("layer" or "act"), layer, a column per statistic (NaN: absent or NaN)."""
@@ -205,9 +212,12 @@ class SpikeCapsule(BaseModel):
         found = [read_histograms(self.path / name) for name in map(_histograms_of, self.ranks) if name in self.files]
         return merge_steps(found, self.world_size) if found else []
 
-    def series(self, rank: int = 0) -> dict[int, dict[str, float]]:
-        """{step: {series: value}} exactly as `rank` recorded it, wide series included; what is absent is absent."""
-        folder = self.path if rank == 0 else self._rank(rank)
+    def series(self, rank: int | None = None) -> dict[int, dict[str, float]]:
+        """{step: {series: value}}, wide series included; what is absent is absent. Of all ranks together (of rank 0 where they
+        were not merged), or exactly as `rank` recorded its own."""
+        folder = self.path
+        if rank is not None and (rank or f"rank-0000/{WINDOW}" in self.files):
+            folder = self._rank(rank)
         return read_series(folder / WINDOW, folder / LAYERS)
 
     @cached_property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from trackbridge import history
 from trackbridge.capsule import Tier
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import CapsuleError
@@ -23,12 +24,14 @@ CHECKPOINT_STEPS = 1024
 
 @dataclass
 class RankRecord:
-    """Rows and contexts of one rank by step, of the anomaly's attempt."""
+    """Rows and contexts of one rank by step, of the anomaly's attempt. `own` are this rank's own rows where `rows` are of all
+    ranks together: the leader's."""
 
     rank: int
     rows: dict[int, Row]
     contexts: dict[int, StepContext]
     damage: str | None = None  # of the context journal, in words
+    own: dict[int, Row] = field(default_factory=dict)
 
     def clip(self, window: Window) -> RankRecord:
         """The part inside `window`, in order of steps."""
@@ -37,6 +40,7 @@ class RankRecord:
             {step: self.rows[step] for step in window.steps if step in self.rows},
             {step: self.contexts[step] for step in window.steps if step in self.contexts},
             self.damage,
+            {step: self.own[step] for step in window.steps if step in self.own},
         )
 
 
@@ -79,7 +83,8 @@ def gather(
     for rank, (contexts, damage) in rings.items():
         rows = one_way(read_rows(directory, rank, anomaly.attempt, range(first, end)), later)
         if rows:
-            records.append(RankRecord(rank, rows, one_way([c for c in contexts if c.step >= first], later), damage))
+            own = one_way(history.own_rows(directory, rank, anomaly.attempt, range(first, end)), later)
+            records.append(RankRecord(rank, rows, one_way([c for c in contexts if c.step >= first], later), damage, own))
     if not records or not any(step >= anomaly.onset for step in records[0].rows):
         raise CapsuleError(f"the journal in {directory.path} has no rows around step {anomaly.step}: nothing to seal")
     window = choose(directory, anomaly, recorder, records, usable)
@@ -130,10 +135,10 @@ def one_way(written: Sequence[StepT], later: int) -> dict[int, StepT]:
     return found
 
 
-def earlier_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> list[Row]:
+def earlier_rows(journal: Path, attempt: int, steps: range) -> list[Row]:
     """The step rows of `attempt` and of those before it, in order of steps; of a step that was run twice, the newest."""
     found: dict[int, Row] = {}
-    for record in JournalReader(directory.rows(rank), kinds={Row}, steps=steps).read():
+    for record in JournalReader(journal, kinds={Row}, steps=steps).read():
         if isinstance(record, Row) and record.kind == "step" and record.attempt <= attempt and record.step in steps:
             found[record.step] = record
     return [found[step] for step in sorted(found)]

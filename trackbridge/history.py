@@ -238,6 +238,13 @@ def _damage(journal: Path) -> Damage:
     return reader.damage
 
 
+def own_rows(directory: RunDirectory, rank: int, attempt: int, steps: range) -> list[Row]:
+    """The rows of a rank's own values as they were written, where its journal has those of all ranks together: the leader's, as
+    far back as its ring of step contexts goes. Empty for other ranks: their journal has their own."""
+    reader = JournalReader(directory.contexts(rank), kinds={Row}, steps=steps)
+    return [row for row in reader.read() if isinstance(row, Row) and row.attempt == attempt]
+
+
 def read_histograms(directory: RunDirectory, rank: int, steps: Container[int] | None = None) -> list[Histograms]:
     """One rank's histograms, by step, the newest attempt's where a step was recorded twice."""
     reader = JournalReader(directory.rows(rank), kinds={Histograms}, steps=steps)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from trackbridge import fingerprints, hostcopy, rng, tree
 from trackbridge.batches import Fetch, plain_ids
 from trackbridge.config import RecorderConfig
-from trackbridge.errors import Part, UsageError
+from trackbridge.errors import Part, Timer, UsageError
 from trackbridge.records import MicroBatch, StepContext
 from trackbridge.rng import RngState
 from trackbridge.rundir import RunDirectory
@@ -106,7 +106,7 @@ class _Open:
 
 
 class Recorder:
-    """One per run and rank. All methods but `pack` and `pin` belong to the training thread."""
+    """One per run and rank. All methods but `pack`, `judged` and `pin` belong to the training thread."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class Recorder:
         *,
         attempt: int,
         strict: bool = False,
+        timer: Timer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
@@ -125,7 +126,7 @@ class Recorder:
         self._generators: Mapping[str, Any] = {}
         self._devices: tuple[torch.device, ...] | None = None
         self._handles: list[Any] = []
-        self._part = Part("the recorder's forward hook", strict=strict)
+        self._part = Part("the recorder's forward hook", strict=strict, timer=timer)
         self._paused = 0
         self._pid = os.getpid()
         self._next = 0  # a guess, until a step is closed
@@ -266,7 +267,6 @@ class Recorder:
 
     def pack(self, raw: RawContext) -> StepContext:
         """The journal's record of a step. Waits for copies from the device."""
-        self._snapshots.passed = raw.step
         return StepContext(
             seq=-1,
             step=raw.step,
@@ -276,6 +276,10 @@ class Recorder:
             notes=raw.notes,
             rng_after=None if raw.after is None else raw.after.digests(),
         )
+
+    def judged(self, step: int) -> None:
+        """`step` was looked at for anomalies: snapshots that only it could still ask for may go."""
+        self._snapshots.passed = step
 
     def pin(self, first_step: int) -> str | None:
         """Write the newest snapshot of a step up to `first_step` to ``snapshots/step-N/``. Returns why not, None if done."""

@@ -33,9 +33,11 @@ from trackbridge.detectors.prime import primed
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
 from trackbridge.flops.meter import Meter
 from trackbridge.guard import HELD, Guard
-from trackbridge.intake import Intake
+from trackbridge.intake import Intake, Later
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
+from trackbridge.merging import merging
+from trackbridge.overhead import Expense, Throttle
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
@@ -43,6 +45,7 @@ from trackbridge.ranks import Ranks, any_rank
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.retention import Retainer
+from trackbridge.rowmaker import RowMaker
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scalars import count, losses, scalar, whole
 from trackbridge.scribe import Logged, Scribe
@@ -164,9 +167,12 @@ class Run:
         self._info = info
         self._step = info.start_step
         self._pace = Pace(steps=settings.perf.steps)
-        self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=settings.strict))
-        self._part = Part("the run", strict=settings.strict)
-        self._feeding = Part("batch recording", strict=settings.strict)
+        self._expense = Expense()
+        self._throttle = Throttle(settings.max_overhead)
+        strict, timer = settings.strict, self._expense
+        self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
+        self._part = Part("the run", strict=strict, timer=timer)
+        self._feeding = Part("batch recording", strict=strict, timer=timer)
         self._book = LoaderBook()
         self._watching = False
         self._plans: list[SkipPlan] = []
@@ -175,6 +181,7 @@ class Run:
         self._went_back = False
         self._ended = False
         self._rows_dropped = 0
+        self._calls = 0
         self._models: dict[str, nn.Module] = {}
         self._auto: AutoStep | None = None
         self._report: FinishReport | None = None
@@ -194,14 +201,17 @@ class Run:
             fsync_seconds=journal.fsync_seconds,
             ring_bytes=settings.recorder.context_bytes,
         )
-        self._instruments = Instruments(settings.parameters, settings.activations, slots=settings.slots, strict=settings.strict)
+        self._instruments = Instruments(
+            settings.parameters, settings.activations, slots=settings.slots, strict=strict, timer=timer
+        )
         self._recorder = (
             Recorder(
                 settings.recorder,
                 directory,
                 info.rank,
                 attempt=info.attempt,
-                strict=settings.strict,
+                strict=strict,
+                timer=timer,
             )
             if settings.recorder.enabled
             else None
@@ -211,6 +221,7 @@ class Run:
         self.guard = Guard(settings.guard, settings.detection, self._note_guard)
         self._host = HostSampler()
         recorder = self._recorder
+        maker = RowMaker(info.attempt)
         self._scribe = Scribe(
             rows=rows,
             contexts=contexts,
@@ -223,6 +234,8 @@ class Run:
             ),
             directory=directory,
             attempt=info.attempt,
+            maker=maker,
+            merging=merging(info, settings.ranks, maker, strict=settings.strict),
             seal=(lambda scribe: sealing(scribe, directory, info, settings.recorder, recorder, contexts)) if recorder else None,
             world_size=info.world_size,
             strict=settings.strict,
@@ -274,7 +287,9 @@ class Run:
 
     def agree_to_stop(self) -> bool:
         """Whether any rank's `should_stop` is set, the same answer on every rank. A collective: call it on all ranks at one
-        step. It waits for the device; without a process group it costs nothing."""
+        step. It waits for the device; without a process group or without `stop_on_anomaly` it costs nothing."""
+        if self._settings.stop_on_anomaly is None:
+            return False
         device = next((p.device for module in self._models.values() for p in module.parameters()), torch.device("cpu"))
         return any_rank(self.should_stop is not None, device)
 
@@ -319,13 +334,14 @@ class Run:
         self._instruments.attach(models, optimizers, scaler)
         self._meter.attach(models, next((p.device for m in models.values() for p in m.parameters()), torch.device("cpu")))
         self._host.devices = {parameter.device for module in models.values() for parameter in module.parameters()}
+        self._expense.device = next((device for device in self._host.devices if device.type == "cuda"), None)
         if self._recorder is not None:
             self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
         if self._auto is not None:
             self._auto.remove()
         self._auto = None
         if auto_step:
-            part = Part("auto_step", strict=self._settings.strict)
+            part = Part("auto_step", strict=self._settings.strict, timer=self._expense)
             self._auto = AutoStep(self._auto_step, models, optimizers, part)
         if not self._watching:
             self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
@@ -343,13 +359,43 @@ class Run:
         names batches that are fetched but not handed out, each once; `epoch` numbers the next pass where the loop knows better
         than the state of `load_state_dict`.
         """
+        return self.feed(loader, skip=skip, epoch=epoch)
+
+    def feed(
+        self,
+        loader: Iterable[T],
+        *,
+        skip: SkipPlan | str | Path | None = None,
+        epoch: int | None = None,
+        known_as: Any = None,
+        later: Later | None = None,
+    ) -> Feed[T]:
+        """`batches` for an integration, whose loop is somebody else's.
+
+        `known_as` is the loader that the epochs are counted of, where `loader` is only one pass of it; `later` (from
+        `later()`) keeps what the feed tells until its `tell`, for a loop that does more between fetching and using a batch.
+        """
         plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
         if not isinstance(plan, (SkipPlan, type(None))):
             raise UsageError(f"run.batches(skip=...) takes a SkipPlan or the path of one, not a {type(plan).__name__}")
         if plan is not None and not any(known is plan for known in self._plans):
             self._plans.append(plan)
         rank = self._info.rank
-        return Feed(loader, self._intake, book=self._book, skip=plan, epoch=epoch, part=self._feeding, rank=rank)
+        observer = self._intake if later is None else later
+        return Feed(
+            loader, observer, book=self._book, skip=plan, epoch=epoch, known_as=known_as, part=self._feeding, rank=rank
+        )
+
+    def later(self) -> Later:
+        """For `feed`: what is fetched is recorded when `tell` is called, with the random state of that moment."""
+        return Later(self._intake)
+
+    def fetching(self) -> None:
+        """For an integration: a batch is about to be fetched that `fetched` will tell of. What the fetch draws in the middle of a
+        step, a replay, which has the batch, does not draw: so the random state after it is kept where it has moved."""
+        if not self._inert():
+            with self._feeding:
+                self._intake.before_fetch()
 
     def fetched(
         self,
@@ -474,6 +520,8 @@ class Run:
         self._guarded = {}
         host.update(self._instruments.lr())
         host.update(self._pace.close(tokens, samples, number))
+        self._instruments.spent(host["perf/step_s"], host.get("perf/fetch_s", 0.0))
+        host.update(self._spent(number, host["perf/step_s"]))
         host.update(self._meter.close(host["perf/step_s"], self._pace.consumed_tokens, steady=self._pace.steady))
         if (convention := self._meter.convention()) is not None:
             self._scribe.submit(Params(-1, time.time(), {"perf": convention}))
@@ -491,8 +539,20 @@ class Run:
             self._rows_dropped += 1
             self._scribe.contexts_dropped += context is not None
         else:
-            self._scribe.submit_step(number, time.time(), slot, host, context)
+            tokens = self._pace.consumed_tokens
+            self._scribe.submit_step(number, time.time(), slot, host, context, call=self._calls, tokens=tokens)
+        self._calls += 1
         self._step = number + 1
+
+    def _spent(self, step: int, seconds: float) -> dict[str, float]:
+        """What of the step was ours; and less of it from now on, where it is more than `max_overhead`."""
+        share = self._expense.close(step, seconds)
+        if not self._pace.steady:  # the first step, or a compiler's
+            return {}
+        if self._throttle.add(share, seconds):
+            self._instruments.rarer(self._throttle.factor)
+        thinning = {} if self._settings.max_overhead is None else {"trackbridge/thinning": float(self._throttle.factor)}
+        return {"trackbridge/overhead_share": share, **thinning}
 
     def clip_grad_norm_(
         self,

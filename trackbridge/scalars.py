@@ -22,7 +22,7 @@ def scalar(what: str, value: Any) -> Tensor | float:
         if value.is_meta or value.is_quantized or value.is_complex() or value.layout is not torch.strided:
             raise UsageError(f"{what} must be an ordinary real tensor, not {value.dtype} on {value.device} ({value.layout})")
         if value.numel() == 1:
-            return value.detach().reshape(())
+            return _here(what, value).detach().reshape(())
         shape = tuple(value.shape)
         raise UsageError(f"{what} must be a scalar, got a tensor of shape {shape}: pass {what}.mean() or .sum()")
     try:
@@ -30,6 +30,15 @@ def scalar(what: str, value: Any) -> Tensor | float:
     except Exception as error:  # whatever a foreign object's __float__ does
         why = "is out of range" if isinstance(error, OverflowError) else f"got {type(value).__name__}"
         raise UsageError(f"{what} must be a number or a 0-d tensor, {why}") from None
+
+
+def _here(what: str, value: Tensor) -> Tensor:
+    """A DTensor's value where every rank has it; to make one whole would be a collective. Raises `UsageError`."""
+    if not hasattr(value, "placements"):
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        raise UsageError(f"{what} is spread over ranks ({value.placements[0]}): pass {what}.full_tensor()")
+    return value._local_tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def count(what: str, value: Any) -> float | None:

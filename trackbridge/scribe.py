@@ -15,37 +15,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from trackbridge.detectors import Watch
 from trackbridge.errors import Part
 from trackbridge.hostcopy import HostCopy
 from trackbridge.journal import JournalWriter
-from trackbridge.names import LOCAL
+from trackbridge.merging import Concluded, Merger, Sender
 from trackbridge.probes import Instruments
-from trackbridge.probes.base import BoolArray
-from trackbridge.probes.session import Reading
 from trackbridge.recorder import RawContext, Recorder
-from trackbridge.records import Anomaly, Artifact, Hypothesis, Params, Row, RunEnd, Schema, StepContext
+from trackbridge.records import Anomaly, Artifact, Hypothesis, Params, Row, RunEnd, StepContext
+from trackbridge.rowmaker import RowMaker
 from trackbridge.rundir import RunDirectory
 from trackbridge.sealer import Sealing
 from trackbridge.slab import Slot
-
-IntArray = npt.NDArray[np.int64]
 
 logger = logging.getLogger("trackbridge")
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedStep:
-    """What `run.step` hands over: the slot being copied, the host's own numbers, and the step's raw context."""
+    """What `run.step` hands over: the slot being copied, the host's own numbers, and the step's raw context. `call` numbers the
+    calls of this attempt, those that found no slot included; `tokens` were consumed in the step."""
 
+    call: int
     step: int
     time: float
     slot: Slot
     host: Mapping[str, float]
     context: RawContext | None
+    tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +64,11 @@ class Ask:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-MAX_LAYOUTS = 4096
 BACKLOG_BYTES = 256 << 20
 """Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
 
 IDLE_SECONDS = 1.0
+SETTLE_SECONDS = 1.0  # that other ranks' numbers of the newest steps are waited for, before detectors are saved
 HISTOGRAMS_AFTER = 3  # steps after a detection, among ranks: by then all have heard of it
 
 Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
@@ -90,6 +87,8 @@ class Scribe:
         watch: Watch | None,
         directory: RunDirectory,
         attempt: int,
+        maker: RowMaker,
+        merging: Sender | Merger | None = None,
         seal: Callable[[Scribe], Sealing] | None,
         world_size: int = 1,
         strict: bool = False,
@@ -106,7 +105,10 @@ class Scribe:
         self._attempt = attempt
         self._sealer = seal(self) if seal else None
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._layouts: dict[tuple[Any, ...], tuple[Schema, IntArray]] = {}
+        self._maker = maker
+        self._merging = merging
+        self._judged = -1  # the newest step that was looked at for anomalies
+        self._reports: list[Anomaly] = []  # other ranks', of steps that were not
         self._writing = Part("the journal", strict=strict)
         self._recording = Part("the recorder", strict=strict)
         self._detecting = Part("anomaly detection", strict=strict)
@@ -138,7 +140,17 @@ class Scribe:
     def submit(self, item: Item) -> None:
         self._items.put(item)
 
-    def submit_step(self, step: int, when: float, slot: Slot, host: Mapping[str, float], context: RawContext | None) -> None:
+    def submit_step(
+        self,
+        step: int,
+        when: float,
+        slot: Slot,
+        host: Mapping[str, float],
+        context: RawContext | None,
+        *,
+        call: int,
+        tokens: float = 0.0,
+    ) -> None:
         """Hand over a closed step; its context only if there is room for it."""
         if context is not None:
             if self._submitted_bytes - self._handled_bytes > BACKLOG_BYTES:
@@ -146,7 +158,7 @@ class Scribe:
                 context = None
             else:
                 self._submitted_bytes += context.nbytes
-        self._items.put(ClosedStep(step, when, slot, host, context))
+        self._items.put(ClosedStep(call, step, when, slot, host, context, tokens))
 
     def ask(self, what: Callable[[], Any], timeout: float = 10.0) -> Any:
         """What `what` returns on the scribe's thread, after everything submitted so far. None if it is late or has ended."""
@@ -178,6 +190,9 @@ class Scribe:
 
     def watch_state(self) -> dict[str, Any]:
         """The detectors' state, for the user's checkpoint. Call through `ask`."""
+        if isinstance(self._merging, Merger):
+            for row in self._merging.settle(SETTLE_SECONDS):
+                self._conclude(row)
         return self._watch.state_dict() if self._watch is not None else {}
 
     def resume_watch(self, state: dict[str, Any] | None, step: int) -> None:
@@ -214,9 +229,11 @@ class Scribe:
     def _next(self) -> Item | None:
         """The next item. While none comes, what was written reaches the disk all the same."""
         while True:
+            pause = self._merging.pause if isinstance(self._merging, Merger) else None
             try:
-                return self._items.get(timeout=IDLE_SECONDS)
+                return self._items.get(timeout=IDLE_SECONDS if pause is None else min(pause, IDLE_SECONDS))
             except queue.Empty:
+                self._merge()
                 for journal in (self._rows, self._contexts):
                     journal.sync_if_due()
                 self._listen()
@@ -236,6 +253,8 @@ class Scribe:
                     self._handle(item)
             except BaseException as error:  # only when strict: shown to the user's thread at close
                 self._error = self._error or error
+        if self._merging is not None:
+            self._merging.close()
         self._rows.close()
         self._contexts.close()
 
@@ -258,51 +277,52 @@ class Scribe:
         if item.context is not None:
             self._handled_bytes += item.context.nbytes
         reading = self._instruments.read(item.slot)
-        values, present = reading.values()
-        schema, places = self._layout(reading, present, tuple(item.host))
-        host = np.fromiter(item.host.values(), np.float64, len(item.host))
-        row = Row(-1, item.step, item.time, self._attempt, schema, np.concatenate((host, values))[places])
+        row = self._maker.own(item.step, item.time, item.host, reading)
         context: StepContext | None = None
         if self._recorder is not None and item.context is not None and self._recording.alive:
             with self._recording:  # before the row: a step that a killed trainer's journal tells of can be run again
                 context = self._recorder.pack(item.context)
                 self._contexts.append(context)
-        self._rows.append(row)
+        if isinstance(self._merging, Merger):
+            if context is not None:
+                self._contexts.append(row)  # what a replay on this rank is compared with
+            self._merging.add(item.call, row, reading, item.tokens, context)
+        else:
+            if self._merging is not None:
+                self._merging.send(item.call, row, reading, item.tokens)
+            self._conclude(Concluded(row, context))
         if reading.histograms is not None:
             with self._counting:
                 self._rows.append(reading.histograms.record(item.step, item.time, self._attempt))
-        if self._watch is not None and self._detecting.alive:
-            with self._detecting:
-                for anomaly in self._watch.update(row, context):
-                    self._tell(anomaly)
-                if self._sealer is not None:
-                    self._sealer.advance(item.step)
+        self._merge()
         self._listen()
 
-    def _layout(self, reading: Reading, present: BoolArray, host: tuple[str, ...]) -> tuple[Schema, IntArray]:
-        """The schema of a row, and where its values are in (host, reading). One `Schema` object per set of names, so that
-        the journal and the detectors can key on it.
+    def _merge(self) -> None:
+        """Write the rows whose other ranks have sent their part."""
+        if isinstance(self._merging, Merger):
+            for row in self._merging.ready():
+                self._conclude(row)
 
-        The names are those of the reading's own session: the user may have watched other objects since. What the user
-        gave wins over what a probe measured under the same name (a gradient norm, a loss).
-        """
-        key = (reading.session, present.tobytes(), host)
-        if key not in self._layouts:
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()  # those of sessions that are gone, most of all
-            local = reading.session.local_series
-            series = [f"{name}{LOCAL}" if name in local else name for name in reading.session.series]
-            found = {series[place]: len(host) + place for place in np.flatnonzero(present).tolist()}
-            found = {**dict.fromkeys(host), **found} | {name: place for place, name in enumerate(host)}
-            self._layouts[key] = Schema(tuple(found)), np.fromiter(found.values(), np.int64, len(found))
-        return self._layouts[key]
+    def _conclude(self, done: Concluded) -> None:
+        """Write a row and look at it."""
+        row = done.row
+        self._rows.append(row)
+        if self._watch is not None and self._detecting.alive:
+            with self._detecting:
+                for anomaly in self._watch.update(row, done.context):
+                    fresh = anomaly.id not in self.latest
+                    self._tell(anomaly.updated(ranks=done.broken) if fresh and done.broken else anomaly)
+                if self._sealer is not None:
+                    self._sealer.advance(row.step)
+        self._judged = row.step
+        if self._recorder is not None:
+            self._recorder.judged(row.step)
 
     def _logged(self, item: Logged) -> Row:
         item.copy.wait()
-        values = {**item.values, **{name: float(value) for name, value in item.copy.leaves.items()}}
-        names = tuple(values)
-        schema, _ = self._layouts.setdefault(names, (Schema(names), np.arange(len(names))))
-        return Row(-1, item.step, item.time, self._attempt, schema, np.array(list(values.values()), np.float64), "log")
+        return self._maker.logged(
+            item.step, item.time, {**item.values, **{name: float(value) for name, value in item.copy.leaves.items()}}
+        )
 
     def _tell(self, anomaly: Anomaly) -> None:
         """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""
@@ -325,20 +345,29 @@ class Scribe:
             self._fresh.append(anomaly)
 
     def _finish_watch(self, seconds: float) -> None:
+        began = time.monotonic()
+        if isinstance(self._merging, Merger):
+            for row in self._merging.finish(seconds / 2):
+                self._conclude(row)
+        seconds -= time.monotonic() - began
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.finish():
                     self._tell(anomaly)
         if self._sealer is not None:
             with self._sealing:
-                for anomaly in self._sealer.part(seconds):
+                for anomaly in [*self._reports, *self._sealer.part(max(seconds, 0.0))]:
                     self._tell_of_others(anomaly)
+                self._reports.clear()
 
     def _listen(self) -> None:
         """What other ranks detected."""
         if self._sealer is not None and self._sealing.alive:
             with self._sealing:
-                for anomaly in self._sealer.heard():
+                self._reports += self._sealer.heard()
+                held_back = isinstance(self._merging, Merger) and self._merging.pause is not None
+                for anomaly in [each for each in self._reports if not held_back or each.step <= self._judged]:
+                    self._reports.remove(anomaly)
                     self._tell_of_others(anomaly)
 
     def _tell_of_others(self, anomaly: Anomaly) -> None:

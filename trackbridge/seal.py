@@ -68,7 +68,11 @@ def seal(run_dir: str | Path, anomaly_id: str, *, wait: float = 0.0) -> Path:
     def fill(folder: Path) -> None:
         _fill(folder, window, records, upload=recorder.upload_batches)
         steps = range(max(window.first - HISTORY, 0), window.first)
-        parts.write_history(folder, coverage.earlier_rows(directory, records[0].rank, anomaly.attempt, steps))
+        parts.write_history(folder, coverage.earlier_rows(directory.rows(records[0].rank), anomaly.attempt, steps))
+        for record in records:
+            own = directory.contexts(record.rank) if record.own else directory.rows(record.rank)
+            if record.own or record is not records[0]:
+                parts.write_history(folder / f"rank-{record.rank:04d}", coverage.earlier_rows(own, anomaly.attempt, steps))
         _histograms(folder, directory, file, window, records)
         _pages(folder, manifest)
 
@@ -188,6 +192,8 @@ def _fill(folder: Path, window: Window, records: Sequence[RankRecord], *, upload
         own.mkdir()
         contexts = list(record.contexts.values())
         parts.write_rows(folder if record is records[0] else own, list(record.rows.values()))
+        if record.own:
+            parts.write_rows(own, list(record.own.values()))
         parts.write_rng(own, contexts)
         parts.write_batches(own, contexts, runs=upload)
         if upload:

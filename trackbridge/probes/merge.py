@@ -1,8 +1,9 @@
 """The sufficient statistics of several ranks become those of the whole, in float64, field by field (`Field.over_ranks`).
 
-- norm: of shards, sqrt(sum n^2 / copies), where `copies` ranks hold the same piece
+- norm: of shards, sqrt(sum n^2 / copies), where `copies` ranks hold the same piece; what every rank holds is taken as it is
 - count: sum / copies; clip: as norm, with the copies of the norm that clipping returned
 - moments: pairwise, as micro-batches are merged
+- shape: the mean over the ranks that have it (a positive number that does not depend on size, of other tokens on each rank)
 - sum, max; mean over the ranks that have the value; worst: the pair with the largest first number
 
 What no rule can make whole, a parameter of unknown layout, is taken out: neither it nor a total over it has a value.
@@ -27,6 +28,7 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> 
     result = slab.unpack(merged)
     parts = [slab.unpack(numbers) for numbers in ranks]
     known = copies > 0
+    everywhere = copies == len(parts)
     shares = np.where(known, copies, 1.0)
     for field in slab.fields:
         name = field.name
@@ -34,12 +36,12 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> 
         with np.errstate(over="ignore", invalid="ignore"):
             match field.over_ranks:
                 case "norm":
-                    value = np.sqrt((np.square(stack) / shares).sum(0))
+                    value = np.where(everywhere, stack[0], np.sqrt((np.square(stack) / shares).sum(0)))
                 case "count":
-                    value = (stack / shares).sum(0)
+                    value = np.where(everywhere, stack[0], (stack / shares).sum(0))
                 case "clip":
                     held = np.maximum(np.stack([part["clip_copies"] for part in parts]), 1.0)
-                    value = np.sqrt((np.square(stack) / held).sum(0))
+                    value = np.where(held[0] == len(parts), stack[0], np.sqrt((np.square(stack) / held).sum(0)))
                 case "moments":
                     value = _merge_moments(stack)
                 case "sum":
@@ -47,6 +49,8 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> 
                 case "mean":
                     seen = np.stack([part[f"{name}_seen"] for part in parts]) > 0
                     value = np.where(seen, stack, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
+                case "shape":
+                    value = stack.sum(0) / np.maximum((stack > 0).sum(0), 1)
                 case "worst":
                     value = stack[np.argmax(stack[:, 0])]
                 case _:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
@@ -43,6 +46,16 @@ class Reading:
         """Values and presence, both of shape (len(series),)."""
         return self.session.finalize(self.numbers)
 
+    def share(self) -> FloatArray:
+        """The numbers that other ranks lack: shape (len(session.shared),)."""
+        return self.numbers[self.session.shared]
+
+    def of_another(self, share: FloatArray) -> FloatArray:
+        """The `numbers` of a rank that has sent its `share`: what is not in it is what this rank has, too."""
+        numbers = self.numbers.copy()
+        numbers[self.session.shared] = share
+        return numbers
+
     def merged(self, ranks: Sequence[FloatArray]) -> Reading:
         """The reading of all ranks together, from the `numbers` of each (this one's among them), in float64."""
         return Reading(self.session, merge_ranks(self.session.slab, self.session.copies, ranks), self.histograms)
@@ -63,7 +76,7 @@ class Session:
         strict: bool,
     ) -> None:
         def part(name: str) -> Part:
-            return Part(f"the {name} probe", strict=strict)
+            return Part(f"the {name} probe", strict=strict, timer=gate.timer)
 
         parts = [part(name) for name in ("gradient", "weight", "update count", "phase", "activation", "scalar")]
         self.subject = subject
@@ -86,7 +99,10 @@ class Session:
         self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
         self._series = self._fixed
         self.local_series = self._local_series()
+        self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=(self.gradients, weight_probe))
+        self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
         self._handles: list[Any] = []
+        self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -131,6 +147,7 @@ class Session:
         if slot is not None:
             slot.owner, slot.keep = self, (intervals, counts)
         self.slab.reset()
+        self._under_way.clear()
         return slot
 
     def read(self, slot: Slot) -> Reading:
@@ -147,10 +164,10 @@ class Session:
         found = [self._finalized(probe, part, stats) for probe, part in self._probes]
         return np.concatenate([values for values, _ in found]), np.concatenate([present for _, present in found])
 
-    @staticmethod
-    def _finalized(probe: Probe, part: Part, stats: Stats) -> tuple[FloatArray, BoolArray]:
-        if part.alive:
-            with part:
+    def _finalized(self, probe: Probe, part: Part, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        reading = self._readings[part.name]  # on the scribe's thread: nobody's expense
+        if part.alive and reading.alive:
+            with reading:
                 return probe.finalize(stats)
         return np.zeros(len(probe.series)), np.zeros(len(probe.series), dtype=bool)
 
@@ -165,7 +182,32 @@ class Session:
             if name in PARAMETER_TOTALS or (name.startswith(LAYER) and name[len(LAYER) :].rpartition("/")[0] in local)
         )
 
+    @cached_property
+    def layout(self) -> bytes:
+        """Eight bytes that are equal on ranks whose numbers can be merged: the same fields of the same series."""
+        fields = [f"{field.name} {field.size} {field.over_ranks}" for field in self.slab.fields]
+        text = "\n".join((*fields, *self._fixed)).encode()
+        return hashlib.blake2b(text + self.shared.tobytes(), digest_size=8).digest()
+
+    def _shared(self, by_series: Sequence[Probe], of_parameters: Sequence[Probe]) -> npt.NDArray[np.int64]:
+        """Places of the numbers that ranks exchange. Left out is what every rank has, the statistics of parameters that each of
+        them holds whole, and the probes whose series are merged by their names."""
+        chosen = np.zeros(len(self.slab.tensor) + len(self.slab.facts))
+        of = self.slab.unpack(chosen)
+        parts = self.copies != world_size()
+        for probe, _ in self._probes:
+            for field in () if probe in by_series else probe.fields:
+                replicas = probe in of_parameters and field.size == len(parts) and field.over_ranks != "equal"
+                if field.over_ranks == "clip" or field.name.startswith("clip_"):
+                    of[field.name][:] = parts.any()
+                elif not field.lasting:
+                    of[field.name][:] = parts if replicas else 1.0
+        return np.flatnonzero(chosen)
+
     def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 0) + 1
+        if depth > 1:
+            return
         closure = _has_closure(args, kwargs)
         for probe, part in self._around:
             if part.alive:
@@ -173,6 +215,9 @@ class Session:
                     probe.before_update(optimizer, closure=closure)
 
     def _after_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 1) - 1
+        if depth > 0:
+            return
         closure = _has_closure(args, kwargs)
         for probe, part in reversed(self._around):
             if part.alive:

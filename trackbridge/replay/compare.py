@@ -14,7 +14,7 @@ _F32_MANTISSA = 24
 
 # Times, sizes and counts belong to one process; the norm before clipping is only known where run.clip_grad_norm_ was used, and
 # grad/norm_clipped says the same of the gradient that mattered; single samples are known to run.micro only.
-_NOT_COMPARED = ("perf/", "mem/", "host/", "trackbridge/", "anomaly/", "nonfinite/", "train/sample_")
+_NOT_COMPARED = ("perf/", "mem/", "host/", "trackbridge/", "anomaly/", "nonfinite/", "ranks/", "train/sample_")
 _NOT_COMPARED_EXACT = frozenset({"grad/norm", "train/tokens", "optim/applied", "optim/skipped"})
 
 

@@ -38,7 +38,7 @@ class Judge:
         self._settings = capsule.section("detection", DetectionConfig)
         recorded = capsule.series(rank)
         self._record: Curve = {step: _judged(values) for step, values in recorded.items()}
-        self._history: Curve = {step: _judged(values) for step, values in capsule.history.items()} if rank == 0 else {}
+        self._history: Curve = {step: _judged(values) for step, values in capsule.history_of(rank).items()}
         self.trend = fit({**self._history, **self._record}, guilty[0], self._settings.floor, self.anomaly)
         # An anomaly may be told by its cause (a lost moment, a rate that jumped). What is to be prevented is what it did to the
         # loss; only where it did nothing to that, the sign itself.

@@ -15,7 +15,7 @@ from trackbridge import untrusted
 from trackbridge.answers import now
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.errors import TrackbridgeError
-from trackbridge.history import RunRecord
+from trackbridge.history import RunRecord, own_rows
 from trackbridge.journal import JournalReader
 from trackbridge.names import is_wide
 from trackbridge.records import Anomaly, Histograms, Row
@@ -178,10 +178,10 @@ def _ranks(record: RunRecord, subject: Anomaly | None) -> tuple[list[Table], dic
     onset = subject.onset if subject else last
     rows, curves = [], {}
     for rank in ranks[:64]:
-        reader = JournalReader(
-            directory.rows(rank), kinds={Row}, steps=range(max(0, onset - AROUND_RANKS), onset + AROUND_RANKS)
-        )
+        near = range(max(0, onset - AROUND_RANKS), onset + AROUND_RANKS)
+        reader = JournalReader(directory.rows(rank), kinds={Row}, steps=near)
         own = [row for row in reader.read() if isinstance(row, Row) and row.kind == "step"]
+        own = own_rows(directory, rank, record.info.attempt, near) or own
         at = next((row for row in own if row.step == onset), own[-1] if own else None)
         cells = [(at.get(name) if at else None) for name in ("train/loss", spike.RANK_SERIES)]
         told = "yes" if subject and rank in subject.ranks else ""
