@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 LAYER = "layer/"
 ACT = "act/"
 STEP = "trackbridge/step"
@@ -67,7 +67,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("perf/forward_s", "s", "forward passes", "", "", "lower"),
     Metric("perf/backward_s", "s", "backward passes", "", "", "lower"),
     Metric("perf/optimizer_s", "s", "optimizer step", "", "", "lower"),
-    Metric("perf/other_s", "s", "the rest of the step", "step - fetch - forward - backward - optimizer"),
+    Metric("perf/other_s", "s", "the rest of the step", "max(step - fetch - forward - backward - optimizer, 0)"),
+    Metric("perf/overlap_s", "s", "counted twice: data fetched while the device works", "max(fetch + ... + optimizer - step, 0)"),
     Metric("perf/paused_s/<what>", "s", "time in `run.pause(what)` during the step, not part of it"),
     Metric("perf/tokens_per_s", "tokens/s", "tokens of the whole step over its wall time", "", "", "higher"),
     Metric("perf/samples_per_s", "samples/s", "samples of the whole step over its wall time", "", "", "higher"),
@@ -92,6 +93,11 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("act/<module>/rms", "", "root mean square of the module's output"),
     Metric("act/<module>/max", "", "largest absolute output"),
     Metric("act/<module>/kurtosis", "", "excess kurtosis of the output over all elements", "m4 / m2^2 - 3", "arXiv:2402.17762"),
+    Metric(
+        "act/<module>/channel_kurtosis", "",
+        "kurtosis over channels of the RMS of each over tokens: 1 when all are alike; several ranks: the mean of theirs",
+        "mean_j(s_j^4) / mean_j(s_j^2)^2, s_j = sqrt(mean over tokens of x_j^2)", "arXiv:2405.19279, eq. 1",
+    ),
     Metric("act/<module>/nonfinite", "elements", "NaN or Inf elements of the output"),
     Metric("layers/grad_norm_max", "", "largest gradient norm of any parameter", "max over layer/*/grad_norm"),
     Metric("layers/grad_max", "", "largest absolute gradient element of any parameter", "max over layer/*/grad_max"),
@@ -117,7 +123,11 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("trackbridge/rows_thinned", "rows", "rows thinned by the journal's budget before every tracker had them"),
     Metric("trackbridge/capsules_given_up", "capsules", "spike capsules not made or not kept: others are more severe"),
     Metric("trackbridge/contexts_dropped", "steps", "step contexts (RNG states, batches) lost because the scribe fell behind"),
-    Metric("trackbridge/overhead_share", "", "our measured share of the training thread's step time", "", "", "lower"),
+    Metric(
+        "trackbridge/overhead_share", "", "our measured share of the step's time", "max(host time, device time) / step", "",
+        "lower",
+    ),
+    Metric("trackbridge/thinning", "", "how many times more rarely than set statistics are taken, to keep to max_overhead"),
     Metric("trackbridge/lag_rows", "rows", "records this tracker is behind the journal"),
 )  # fmt: skip
 

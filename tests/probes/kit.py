@@ -19,7 +19,8 @@ class Lab:
     def __init__(self, model: Any, optimizer: Any = None, scaler: Any = None, **config: Any) -> None:
         every = {"weights_every": 1, "moments_every": 1}
         parameters = ParametersConfig(**{**every, **{k: v for k, v in config.items() if k in ParametersConfig.model_fields}})
-        activations = ActivationsConfig(**{k: v for k, v in config.items() if k in ActivationsConfig.model_fields})
+        given = {k: v for k, v in config.items() if k in ActivationsConfig.model_fields}
+        activations = ActivationsConfig(**{"channels_every": 1, **given})
         self.instruments = Instruments(parameters, activations, strict=True)
         self.models = model if isinstance(model, dict) else {"": model}
         self.optimizers = {} if optimizer is None else optimizer if isinstance(optimizer, dict) else {"": optimizer}

@@ -185,7 +185,8 @@ def single() -> dict[str, float]:
 
 
 def numbers(found: dict[str, float]) -> dict[str, float]:
-    return {name: v for name, v in found.items() if not name.startswith(("perf/", "optim/applied", "optim/skipped"))}
+    apart = ("perf/", "optim/applied", "optim/skipped")
+    return {k: v for k, v in found.items() if not k.startswith(apart) and not k.endswith("/channel_kurtosis")}
 
 
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "hybrid"])
@@ -223,6 +224,15 @@ def test_data_parallel_ranks_know_the_whole_without_merging(ranks: list[dict[str
     for own, _, local in (rank["ddp"] for rank in ranks):
         assert not local
         assert layer(own) == pytest.approx(layer(single), rel=2e-5)
+
+
+@pytest.mark.parametrize("case", ["ddp", "stack"])
+def test_a_kurtosis_over_channels_is_the_mean_of_the_ranks(case: str, ranks: list[dict[str, Any]]) -> None:
+    own = [{k: v for k, v in rank[case][0].items() if k.endswith("/channel_kurtosis")} for rank in ranks]
+    assert own[0] and own[0].keys() == own[1].keys() and own[0] != own[1]
+    mean = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
+    for rank in ranks:
+        assert {k: v for k, v in rank[case][1].items() if k in mean} == pytest.approx(mean)
 
 
 def test_shards_are_said_to_be_shards(ranks: list[dict[str, Any]], single: dict[str, float]) -> None:

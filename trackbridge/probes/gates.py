@@ -1,0 +1,61 @@
+"""Which kinds of activation statistics the current step has: for eager hooks on the host, for graphs on the device."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from trackbridge.config import ActivationsConfig
+from trackbridge.errors import Part
+from trackbridge.probes.base import Gate
+from trackbridge.probes.forward_hooks import Valve
+from trackbridge.slab import Field, Slab
+
+OUTPUTS, CHANNELS, LOGITS, ALWAYS = range(4)
+KINDS = 3
+"""Elements of the field on the device; the last one stays open."""
+
+
+class Gates:
+    """`due`: by kind, whether the current step has it; `opened`: whether it had at any moment of the step. The valves say the
+    same to hooks. On the device the kinds are elements of one field, set in one operation, without a sync."""
+
+    FIELD = "activations_gate"
+
+    def __init__(self, config: ActivationsConfig, gate: Gate, part: Part) -> None:
+        self._gate = gate
+        self._every = (config.every, config.channels_every, config.attention_every)
+        self.due = [False] * KINDS
+        self.opened = [False] * KINDS
+        self.valves = [Valve(part) for _ in range(KINDS)]
+        self.field = Field(self.FIELD, KINDS + 1, lasting=True)
+
+    def bind(self, slab: Slab) -> None:
+        view = slab.device_view(self.FIELD)
+        view.fill_(1.0)
+        self._switches = view[:KINDS]
+        states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=KINDS)), dtype=view.dtype).to(view.device)
+        self._states = list(states)
+
+    def update(self) -> None:
+        """The step, or a pause, has begun or ended."""
+        outputs, channels, logits = (self._gate.due(every) for every in self._every)
+        self.due = [outputs, outputs and channels, logits]
+        for kind, due in enumerate(self.due):
+            self.opened[kind] |= due
+            self.valves[kind].due = due
+        self.set()
+
+    def set(self, *, closed: bool = False) -> None:
+        """Tell compiled regions; `closed` to all kinds."""
+        number = 0 if closed else sum(due << (KINDS - 1 - kind) for kind, due in enumerate(self.due))
+        self._switches.copy_(self._states[number])
+
+    def end(self) -> None:
+        """The step's measurements have been collected."""
+        self.opened = [False] * KINDS
+
+    def shut(self) -> None:
+        for valve in self.valves:
+            valve.alive = False

@@ -1,0 +1,160 @@
+"""The statistics of activation sites: moments of what a module returned, and the kurtosis over its channels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trackbridge import names
+from trackbridge.config import ActivationsConfig
+from trackbridge.probes import channels, moments
+from trackbridge.probes.base import BoolArray, Stats
+from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
+from trackbridge.probes.observe import observe, observers
+from trackbridge.probes.outputs import first_tensor, is_transformed
+from trackbridge.probes.sites import choose
+from trackbridge.probes.subject import Subject, prefix
+from trackbridge.records import FloatArray
+from trackbridge.slab import Field, Slab
+
+logger = logging.getLogger("trackbridge")
+
+SILENT_STEPS = 3
+STATISTICS = (*moments.STATISTICS, channels.NAME)
+
+
+class Sites:
+    """All sites of the watched models. `targets`: (module, its model, the look at it)."""
+
+    def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
+        self._gates = gates
+        self._stride = odd_prime(config.tokens)
+        self._channels_every = config.channels_every
+        site_names: list[str] = []
+        self.targets: list[tuple[nn.Module, nn.Module, Site]] = []
+        for key, model in subject.models.items():
+            for name, module in choose(model, config):
+                self.targets.append((module, model, Site(self, len(site_names))))
+                site_names.append(prefix(key) + name)
+        self._names = tuple(site_names)
+        count = len(site_names)
+        self.fields: tuple[Field, ...] = (
+            Field("activations", moments.WIDTH * count, over_ranks="moments"),
+            Field(channels.NAME, count, over_ranks="shape"),
+        )
+        self.series: tuple[str, ...] = tuple(names.act(name, each) for each in STATISTICS for name in site_names)
+        self._fired = np.zeros(count, dtype=bool)
+        self._steps = 0
+
+    def bind(self, slab: Slab) -> None:
+        self.slab = slab.tensor
+        self._offset, self._gate = slab.offset("activations"), slab.offset(Gates.FIELD)
+        self._channels_offset = slab.offset(channels.NAME)
+        count = len(self.targets)
+        self.kernels: Any = observers() if slab.device.type == "cuda" and count else None
+        self.cells = self.kernels.cells_for(count, slab.device) if self.kernels is not None else None
+        on_cpu = slab.device.type == "cpu"
+        self._rows = slab.device_view("activations").numpy().reshape(-1, moments.WIDTH) if on_cpu else None
+        self.channels: Any = None
+        if count and self._channels_every:
+            width = channels.widest(module for module, _, _ in self.targets)
+            self.channels = channels.channels_of(count, width, slab.device, self.kernels)
+
+    def add(self, y: Tensor, site: int, module: nn.Module) -> None:
+        due = self.channels is not None and self._gates.due[CHANNELS]
+        x = channels.by_channel(y, module) if due or self._stride > 1 else None
+        y, x = self._some(y, x)
+        always = self._gate + ALWAYS
+        if self._rows is not None and y.device.type == "cpu":
+            moments.add_on_cpu(y, self._rows[site])
+        elif self._readable(y):
+            self.kernels.observe(y, self.cells, self.slab, site, always)
+        else:
+            observe(y, self.slab, self._offset + site * moments.WIDTH, always)
+        if due and x is not None:
+            self.channels.add(x, self.slab, site, always)
+
+    def trace(self, y: Tensor, site: int, module: nn.Module) -> None:
+        """`add` as operations of a graph; what they do depends on the gates."""
+        x = channels.by_channel(y, module) if self.channels is not None or self._stride > 1 else None
+        y, x = self._some(y, x)
+        if self._readable(y):
+            self.kernels.trace(y, self.cells, self.slab, site, self._gate + OUTPUTS)
+        else:
+            torch.ops.trackbridge.observe(y, self.slab, self._offset + site * moments.WIDTH, self._gate + OUTPUTS)
+        if x is not None and self.channels is not None:
+            self.channels.trace(x, self.slab, site, self._gate + CHANNELS)
+
+    def collect(self) -> None:
+        """The end of a step: cells to rows."""
+        if self.kernels is not None:
+            self.kernels.collect(self.cells, self.slab, self._offset)
+        if self.channels is not None and self._gates.opened[CHANNELS]:
+            self.channels.collect(self.slab, self._channels_offset)
+
+    def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
+        rows = stats["activations"].reshape(-1, moments.WIDTH)
+        values, present = moments.finish(rows)
+        if self._steps < SILENT_STEPS and stats["activations_due"][0]:
+            self._listen(rows[:, moments.FIRES] > 0)
+        kurtosis = stats[channels.NAME]
+        known = (kurtosis > 0) & (rows[:, moments.NONFINITE] == 0)
+        return np.concatenate((values.reshape(-1), kurtosis)), np.concatenate((present.reshape(-1), known))
+
+    def _some(self, y: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Every `tokens`-th token of an output, and of the same by channel."""
+        stride = self._stride
+        if stride == 1:
+            return y, x
+        if x is not None:
+            x = x[::stride]
+            return x, x
+        return (y.reshape(-1, y.shape[-1]) if y.dim() > 1 else y)[::stride], None
+
+    def _readable(self, y: Tensor) -> bool:
+        return self.kernels is not None and y.device == self.slab.device and y.dtype in self.kernels.READABLE
+
+    def _listen(self, fired: BoolArray) -> None:
+        """Say once which sites never ran in the first steps."""
+        self._fired |= fired
+        self._steps += 1
+        if self._steps == SILENT_STEPS and not self._fired.all():
+            silent = [name for name, heard in zip(self._names, self._fired, strict=True) if not heard]
+            logger.warning(
+                "trackbridge: no activation statistics from %d of %d modules (%s%s): they did not run, or the model was "
+                "compiled and run before run.watch; call run.watch first.",
+                len(silent), len(self._names), ", ".join(silent[:5]), ", ..." if len(silent) > 5 else "",
+            )  # fmt: skip
+
+
+class Site:
+    """The look at one site: the first tensor of what its module returned."""
+
+    def __init__(self, sites: Sites, number: int) -> None:
+        self.sites = sites
+        self.number = number
+
+    def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None and not is_transformed(tensor):
+            self.sites.add(tensor.detach(), self.number, module)
+
+    def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            self.sites.trace(tensor.detach(), self.number, module)
+
+
+def odd_prime(least: int) -> int:
+    """The smallest odd prime that is not below `least`; 1 for 1. Sequence lengths are rarely multiples of it, so a stride of
+    so many tokens meets all positions evenly, the first ones with their massive activations among them."""
+    if least == 1:
+        return 1
+    number = least | 1
+    while any(number % divisor == 0 for divisor in range(3, int(number**0.5) + 1, 2)):
+        number += 2
+    return number
