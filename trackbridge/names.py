@@ -99,6 +99,11 @@ CATALOGUE: tuple[Metric, ...] = (
         "mean_j(s_j^4) / mean_j(s_j^2)^2, s_j = sqrt(mean over tokens of x_j^2)", "arXiv:2405.19279, eq. 1",
     ),
     Metric("act/<module>/nonfinite", "elements", "NaN or Inf elements of the output"),
+    Metric(
+        "embedding/hottest_norm/<module>", "",
+        "largest gradient norm of any row of the token embedding, as the optimizer used it; /2, /3: of the next rows", "|g_row|",
+    ),
+    Metric("embedding/hottest_row/<module>", "", "the token id whose row that is; /2, /3: those of the next rows"),
     Metric("layers/grad_norm_max", "", "largest gradient norm of any parameter", "max over layer/*/grad_norm"),
     Metric("layers/grad_max", "", "largest absolute gradient element of any parameter", "max over layer/*/grad_max"),
     Metric("layers/grad_nonfinite", "elements", "NaN or Inf gradient elements over all parameters", "sum"),
@@ -109,6 +114,17 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("layers/kurtosis_max", "", "largest activation kurtosis of any module", "max over act/*/kurtosis"),
     Metric("layers/act_nonfinite", "elements", "NaN or Inf activations over all modules", "sum"),
     Metric("data/repeated", "steps", "how many steps ago this very batch was used, told only where that is a fault"),
+    Metric("ranks/merged", "ranks", "ranks whose numbers are in this row; 1 where the others' did not come in time"),
+    Metric("ranks/nonfinite", "ranks", "ranks whose own loss or activations were not finite"),
+    Metric("ranks/nonfinite_rank", "", "the lowest of them"),
+    Metric("ranks/loss_min", "", "smallest loss of any rank"),
+    Metric("ranks/loss_max", "", "largest loss of any rank; NaN if one is"),
+    Metric("ranks/loss_max_rank", "", "the rank that has it"),
+    Metric(
+        "ranks/busy_s_max", "s", "longest time of any rank outside of the passes in which ranks wait for each other",
+        "max over ranks of step - backward - optimizer", "", "lower",
+    ),
+    Metric("ranks/slowest", "", "the rank that took it: a straggler is always the same one"),
     Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
     Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf; a coalesced row counts its steps"),
@@ -121,6 +137,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("trackbridge/rows_dropped", "rows", "rows lost because the scribe could not keep up"),
     Metric("trackbridge/rows_lost", "rows", "rows that the disk did not take"),
     Metric("trackbridge/rows_thinned", "rows", "rows thinned by the journal's budget before every tracker had them"),
+    Metric("trackbridge/rows_unmerged", "rows", "rows that are rank 0's own because other ranks' numbers did not come in time"),
     Metric("trackbridge/capsules_given_up", "capsules", "spike capsules not made or not kept: others are more severe"),
     Metric("trackbridge/contexts_dropped", "steps", "step contexts (RNG states, batches) lost because the scribe fell behind"),
     Metric(
@@ -150,6 +167,11 @@ def layer(parameter: str, statistic: str) -> str:
 
 def act(module: str, statistic: str) -> str:
     return f"{ACT}{module}/{statistic}"
+
+
+def hottest(what: str, module: str, place: int) -> str:
+    """``embedding/hottest_<what>/<module>`` of the hottest row, with a ``/2`` and so on of those behind it (`place` from 0)."""
+    return f"embedding/hottest_{what}/{module}{f'/{place + 1}' if place else ''}"
 
 
 def is_wide(name: str) -> bool:

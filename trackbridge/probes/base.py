@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trackbridge.errors import Timer
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
@@ -59,12 +60,13 @@ class UpdateProbe(Probe, AroundUpdate, Protocol):
 class Gate:
     """Whether to measure: the one switch that all probes of a run look at."""
 
-    __slots__ = ("paused", "rarer", "step")
+    __slots__ = ("paused", "rarer", "step", "timer")
 
     def __init__(self) -> None:
         self.paused = 0
         self.step: int | None = None
         self.rarer = 1  # factor on cadences: `trackbridge.overhead.Throttle`
+        self.timer: Timer | None = None  # of what the probes do on the training thread
 
     def due(self, every: int, *, always: bool = False) -> bool:
         """True when a statistic of this cadence belongs into the current step. The first step after `watch` has them all.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
-from trackbridge.errors import UsageError
+from trackbridge.errors import Timer, UsageError
 from trackbridge.probes.base import BoolArray, Gate
 from trackbridge.probes.rates import learning_rates
 from trackbridge.probes.scalars import ScalarProbe
@@ -27,13 +27,21 @@ class Instruments:
     """
 
     def __init__(
-        self, parameters: ParametersConfig, activations: ActivationsConfig, *, slots: int = 64, strict: bool = False
+        self,
+        parameters: ParametersConfig,
+        activations: ActivationsConfig,
+        *,
+        slots: int = 64,
+        strict: bool = False,
+        timer: Timer | None = None,
     ) -> None:
+        """`timer` is told when hooks of ours begin and end on the training thread."""
         self._parameters = parameters
         self._activations = activations
         self._slots = slots
         self._strict = strict
         self._gate = Gate()
+        self._gate.timer = timer
         self._scalars = ScalarProbe()
         self._session: Session | None = None
 
@@ -106,10 +114,19 @@ class Instruments:
         """Statistics off, until as many `resume`."""
         self._gate.paused += 1
         self._live().activations.gate()
+        if self._gate.paused == 1:
+            self._live().phases.pause()
 
     def resume(self) -> None:
         self._gate.paused = max(0, self._gate.paused - 1)
         self._live().activations.gate()
+        if not self._gate.paused:
+            self._live().phases.resume()
+
+    def spent(self, step_s: float, fetch_s: float) -> None:
+        """The wall time of the step that is about to be closed, and how much of it went into waiting for data: what the phases
+        add up to."""
+        self._live().phases.spent(step_s, fetch_s)
 
     def close(self, step: int) -> Slot | None:
         """The end of optimizer step `step`: start the copy of the slab to the host and reset it. None if no slot is free."""
@@ -117,6 +134,10 @@ class Instruments:
         self._gate.step = step + 1
         self._live().activations.gate()
         return slot
+
+    def rarer(self, factor: int) -> None:
+        """From the next step on, activations, weights, moments and histograms are taken `factor` times as rarely as set."""
+        self._gate.rarer = factor
 
     def ask_histograms(self, step: int | None = None) -> None:
         """Histograms of `step`, of the next update when None, whatever their cadence. From any thread."""

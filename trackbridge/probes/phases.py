@@ -1,7 +1,12 @@
-"""How long the forward passes, the backward passes and the optimizer took, on the device's own clock where it has one.
+"""How long the forward passes, the backward passes and the optimizer took, and what was left of the step.
 
-The backward pass is timed from the moment the gradient of the model's output is there to the end of that pass; the loss
-function, outside the model, belongs to neither. On CUDA each end of an interval is an event, read on the scribe's thread.
+On the device's own clock where it has one: there each end of an interval is an event, read on the scribe's thread. The backward
+pass is timed from the moment the gradient of the model's output is there to the end of that pass; the loss function, outside
+the model, belongs to neither.
+
+Phases nest (a closure inside `optimizer.step`, a model inside a model, an optimizer inside a backward pass): the time of the
+inner one is not the outer one's. So on one clock, with the waiting for data and the rest, they are the step exactly. On CUDA
+the host fetches a batch while the device still works; what is counted twice by that is a series of its own.
 """
 
 from __future__ import annotations
@@ -11,24 +16,33 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trackbridge.errors import Part
+from trackbridge.hostcopy import capturing
 from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
 from trackbridge.probes.outputs import first_tensor, is_transformed
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
-FORWARD, BACKWARD, OPTIMIZER = range(3)
+FORWARD, BACKWARD, OPTIMIZER, PAUSED = range(4)
 ANY = -1  # a backward pass goes through all models at once
+ROUNDING = 1e-6  # seconds: sums of clock readings differ by less
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 class PhaseProbe:
-    series: tuple[str, ...] = ("perf/forward_s", "perf/backward_s", "perf/optimizer_s")
-    fields: tuple[Field, ...] = (Field("phase_s", 3, "host"), Field("phase_seen", 3, "host"))
+    series: tuple[str, ...] = (
+        "perf/forward_s", "perf/backward_s", "perf/optimizer_s", "perf/other_s", "perf/overlap_s",
+    )  # fmt: skip
+    fields: tuple[Field, ...] = (
+        Field("phase_s", 3, "host"),
+        Field("phase_seen", 3, "host"),
+        Field("step_s", 2, "host"),  # the step without pauses, and of it the waiting for data
+    )
 
     def __init__(
         self, subject: Subject, gate: Gate, part: Part, on_backward: Callable[[bool], None] = lambda begins: None
@@ -41,32 +55,72 @@ class PhaseProbe:
         self._cuda = subject.device.type == "cuda"
         self._events: deque[torch.cuda.Event] = deque()
         self._intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._started: dict[tuple[int, int], Mark] = {}
+        self._open: list[tuple[int, int]] = []  # phases under way, outermost first
+        self._mark: Mark | None = None  # since when the innermost is charged
         self._handles: list[Any] = []
 
     def attach(self, slab: Slab) -> None:
         self._seconds, self._seen = slab.host_view("phase_s"), slab.host_view("phase_seen")
+        self._step_s = slab.host_view("step_s")
         for number, model in enumerate(self._subject.models.values()):
             self._handles += [
                 model.register_forward_pre_hook(_Enter(self, number, model)),
-                model.register_forward_hook(_Leave(self, number, model)),
+                model.register_forward_hook(_Leave(self, number, model), always_call=True),
             ]
 
     def start(self, phase: int, number: int) -> None:
-        """Begin an interval; where it has begun, and two outputs share one backward pass, the first begin counts."""
-        if phase != BACKWARD or (phase, number) not in self._started:
-            self._started[phase, number] = self._now()
+        """Begin a phase inside the one under way; one that has begun, and was not left, begins anew. A backward pass that two
+        outputs share begins once."""
+        if self._cuda and capturing():
+            return
+        key = (phase, number)
+        if phase == BACKWARD:
+            if key in self._open:
+                return
+        elif not in_backward():
+            self._drop((BACKWARD, ANY))  # it raised: nobody told us of its end
+        self._drop(key)
+        self._charge()
+        self._open.append(key)
 
     def stop(self, phase: int, number: int) -> None:
-        begun = self._started.pop((phase, number), None)
-        if begun is None:
+        key = (phase, number)
+        if key not in self._open or (self._cuda and capturing()):
             return
-        now = self._now()
-        if isinstance(begun, float):
-            self._seconds[phase] += now - begun
-        else:
-            self._intervals.append((phase, begun, now))
-        self._seen[phase] = 1.0
+        place = self._open.index(key)
+        if place != len(self._open) - 1:  # something inside was never left
+            self._mark = None
+        self._charge()
+        del self._open[place:]
+
+    def spent(self, step_s: float, fetch_s: float) -> None:
+        """The wall time of the step that ends, and how much of it went into waiting for data."""
+        self._step_s[:] = step_s, fetch_s
+
+    def pause(self) -> None:
+        """What follows belongs to no phase, until `resume`."""
+        if self._open:
+            self.start(PAUSED, ANY)
+
+    def resume(self) -> None:
+        self.stop(PAUSED, ANY)
+
+    def _charge(self) -> None:
+        """The time since the last mark is the innermost phase's."""
+        now, begun, self._mark = self._now(), self._mark, None
+        if begun is not None and self._open and (phase := self._open[-1][0]) != PAUSED:
+            if isinstance(begun, float):
+                self._seconds[phase] += now - begun
+            else:
+                self._intervals.append((phase, begun, now))
+            self._seen[phase] = 1.0
+        self._mark = now
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        """A phase that was left without a word: its time is nobody's."""
+        if key in self._open:
+            del self._open[self._open.index(key) :]
+            self._mark = None
 
     def entered(self, number: int, model: nn.Module) -> None:
         if self._counts(model):
@@ -88,7 +142,8 @@ class PhaseProbe:
         self.stop(OPTIMIZER, id(optimizer))
 
     def measure(self) -> None:
-        self._started.clear()
+        self._open.clear()
+        self._mark = None
 
     def take(self) -> list[tuple[int, torch.cuda.Event, torch.cuda.Event]]:
         """The CUDA intervals of the step that ends, to travel with its slot."""
@@ -97,20 +152,27 @@ class PhaseProbe:
 
     def read(self, intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]], seconds: FloatArray) -> None:
         """Add the device's time between events that are over to `seconds`. On the scribe's thread."""
+        used: dict[int, torch.cuda.Event] = {}  # an event may end one interval and begin the next
         for phase, begun, ended in intervals:
             if not ended.query():  # type: ignore[no-untyped-call]  # the slot's own event came later on the same stream, so this is the exception
                 ended.synchronize()
             seconds[phase] += begun.elapsed_time(ended) / 1e3
-            self._events.extend((begun, ended))
+            used |= {id(begun): begun, id(ended): ended}
+        self._events.extend(used.values())
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._started.clear()
+        self._open.clear()
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
-        return stats["phase_s"], stats["phase_seen"] > 0
+        seconds, seen = stats["phase_s"], stats["phase_seen"] > 0
+        step, fetch = stats["step_s"]
+        rest = step - fetch - seconds[seen].sum()
+        known = bool(seen.any() and step > 0)
+        values = np.concatenate((seconds, [max(rest, 0.0), max(-rest, 0.0)]))
+        return values, np.concatenate((seen, [known, known and rest < -ROUNDING]))
 
     def _counts(self, model: nn.Module) -> bool:
         return not self._gate.paused and model.training and torch.is_grad_enabled() and not in_backward()

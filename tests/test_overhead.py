@@ -1,0 +1,190 @@
+"""What measuring costs is measured; and where it is too much, something is given up, in a documented order, and comes back."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import trackbridge
+from trackbridge.errors import Part
+from trackbridge.overhead import CALM, RAREST, WINDOW, Expense, Throttle
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_outermost_part_counts() -> None:
+    clock = Clock()
+    expense = Expense(clock)
+    outer, inner = Part("outer", timer=expense), Part("inner", timer=expense)
+    clock.now += 5  # the user's
+    with outer:
+        clock.now += 1
+        with inner:
+            clock.now += 2
+        clock.now += 4
+    clock.now += 3
+    assert expense.close(0, 15.0) == pytest.approx(7 / 15)
+    assert expense.close(1, 10.0) == 0
+
+
+def test_a_part_that_fails_is_charged_too() -> None:
+    clock = Clock()
+    expense = Expense(clock)
+    with pytest.raises(ValueError, match="ours"), Part("it", strict=True, timer=expense):
+        clock.now += 2
+        raise ValueError("ours")
+    clock.now += 8
+    assert expense.close(0, 10.0) == pytest.approx(0.2)
+
+
+def test_what_comes_after_the_step_was_closed_is_the_next_ones() -> None:
+    clock = Clock()
+    expense = Expense(clock)
+    with Part("the run", timer=expense):
+        clock.now += 1
+        assert expense.close(0, 4.0) == 0.25
+        clock.now += 3
+    assert expense.close(1, 4.0) == 0.75
+
+
+def shares(throttle: Throttle, fixed: float, thinned: float, windows: int) -> list[int]:
+    """The factor after each window of a run whose measuring costs `fixed`, and `thinned` over the factor."""
+    factors = []
+    for _ in range(windows):
+        for _ in range(WINDOW):
+            throttle.add(fixed + thinned / throttle.factor, 1.0)
+        factors.append(throttle.factor)
+    return factors
+
+
+Share = st.floats(0, 0.5)
+
+
+@given(limit=st.floats(0.001, 0.3), fixed=Share, thinned=Share)
+@settings(max_examples=100, deadline=None)
+def test_it_settles_below_the_limit_if_it_can_and_never_swings(limit: float, fixed: float, thinned: float) -> None:
+    throttle = Throttle(limit)
+    factors = shares(throttle, fixed, thinned, 40)
+    assert factors == sorted(factors) and len(set(factors[-30:])) == 1
+    cost = (fixed + thinned / factors[-1]) * (WINDOW - 1) / WINDOW  # the dearest step is left out
+    assert factors[-1] == RAREST or cost <= limit * (1 + 1e-9)
+    before = (fixed + thinned / (factors[-1] / 2)) * (WINDOW - 1) / WINDOW
+    assert factors[-1] == 1 or before > limit * (1 - 1e-9)  # nothing is given up that could have stayed
+
+
+@given(limit=st.floats(0.005, 0.1), thinned=st.floats(0.15, 0.5), least=st.floats(0, 0.3))
+@settings(max_examples=50, deadline=None)
+def test_it_recovers_when_the_steps_become_longer(limit: float, thinned: float, least: float) -> None:
+    throttle = Throttle(limit)
+    shares(throttle, 0.0, thinned, 10)
+    assert throttle.factor > 1
+    factors = shares(throttle, 0.0, least * limit, 7 * CALM)
+    assert factors == sorted(factors, reverse=True) and factors[-1] == 1
+
+
+@given(st.lists(st.tuples(Share, st.floats(1e-4, 10)), max_size=400))
+@settings(max_examples=50, deadline=None)
+def test_without_a_limit_nothing_is_given_up(steps: list[tuple[float, float]]) -> None:
+    throttle = Throttle(None)
+    assert not any(throttle.add(*step) for step in steps) and throttle.factor == 1
+
+
+def test_one_hiccup_is_no_habit() -> None:
+    throttle = Throttle(0.01)
+    for step in range(10 * WINDOW):
+        throttle.add(0.9 if step % WINDOW == 7 else 0.002, 1.0)
+    assert throttle.factor == 1
+
+
+def test_it_is_said_once_that_it_begins_and_once_that_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    throttle = Throttle(0.01)
+    with caplog.at_level(logging.WARNING, "trackbridge"):
+        shares(throttle, 0.05, 0.05, 40)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "max_overhead" in first and "loss and gradients stay" in first
+    assert "64 times" in second
+
+
+def trained(folder: Path, *, steps: int, costs: dict[range, float], **options: object) -> trackbridge.RunRecord:
+    """A run on a clock of its own: each step takes a second, and of that ours what `costs` says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = trackbridge.init(dir=folder, recorder={"enabled": False}, **options)  # type: ignore[arg-type]
+    clock = Clock()
+    run._expense = Expense(clock)
+    run._pace._clock._now = clock
+    run.watch(model, optimizer)
+    cost = 0.0
+    model.register_forward_hook(lambda *_: spend(run._expense, clock, cost))
+    for step in range(steps):
+        begun = clock.now
+        cost = next((c for when, c in costs.items() if step in when), 0.0)
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.now = begun + 1.0
+        run.step(loss=loss.detach())
+    run.finish()
+    return trackbridge.load(folder)
+
+
+def spend(expense: Expense, clock: Clock, seconds: float) -> None:
+    expense.enter()
+    clock.now += seconds
+    expense.leave()
+
+
+def test_a_run_thins_itself_and_recovers(tmp_path: Path) -> None:
+    busy = range(WINDOW + 1)  # the first step has no share
+    record = trained(tmp_path, steps=6 * WINDOW, costs={busy: 0.1}, max_overhead=0.05)
+    steps, share = record.series("trackbridge/overhead_share")
+    assert share[steps == 10] == pytest.approx(0.1) and share[-1] == 0
+    steps, thinning = record.series("trackbridge/thinning")
+    assert thinning[: WINDOW - 1].tolist() == [1.0] * (WINDOW - 1) and set(thinning.tolist()) == {1.0, 2.0}
+    assert thinning[-1] == 1.0
+    rare = set(steps[thinning == 2.0].tolist())
+    measured = set(record.series("act/0/mean")[0].tolist())
+    assert measured & rare and {s for s in rare if s % 2 == 0} - measured <= {min(rare)}
+    assert len(measured & rare) < 0.6 * len(rare)
+    for name in ("train/loss", "grad/norm", "layer/0.weight/grad_norm"):  # what detection lives on
+        assert len(record.series(name)[0]) == 6 * WINDOW
+
+
+def test_without_max_overhead_the_share_is_told_and_nothing_else_happens(tmp_path: Path) -> None:
+    record = trained(tmp_path, steps=2 * WINDOW, costs={range(1000): 0.5})
+    assert record.series("trackbridge/overhead_share")[1].tolist() == pytest.approx([0.5] * (2 * WINDOW - 1))
+    assert "trackbridge/thinning" not in record.names and len(record.series("act/0/mean")[0]) == 2 * WINDOW
+
+
+def test_the_share_of_a_real_run_is_there(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    run = trackbridge.init(dir=tmp_path)
+    run.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        loss = model(torch.ones(2, 4)).mean()
+        loss.backward()
+        optimizer.step()
+        run.step(loss=loss.detach())
+    run.finish()
+    _, share = trackbridge.load(tmp_path).series("trackbridge/overhead_share")
+    assert len(share) == 4 and ((share > 0) & (share <= 1)).all()
+
+
+@pytest.mark.parametrize("limit", [0, 1.0, -0.1, "much"])
+def test_a_limit_that_is_none(tmp_path: Path, limit: object) -> None:
+    with pytest.raises(trackbridge.TrackbridgeError, match="max_overhead"):
+        trackbridge.init(dir=tmp_path, max_overhead=limit)

@@ -1,0 +1,161 @@
+"""What measuring costs, and what is given up where it costs more than the user allows (``max_overhead``).
+
+The cost is measured, not assumed: the training thread's time in our own code, and on CUDA now and then the device's time
+between its entry and its exit. A share of the step's time is told at every step; where it stays above the limit, statistics
+that move slowly or that only explain are taken more rarely.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trackbridge.hostcopy import capturing
+
+logger = logging.getLogger("trackbridge")
+
+SAMPLED = 23  # steps from one in which device time is measured to the next; shares no factor with the usual cadences
+MEMORY = 0.1  # weight of a new sample in the device's share
+
+WINDOW = 50  # steps after which the share is judged
+RAREST = 64
+RELIEF = 1 / 3  # of the limit: to be twice as often again at most doubles the cost, and then there is room left
+CALM = 3  # windows below that before it happens
+
+
+class Expense:
+    """Time spent in our own code on the training thread, in seconds. `enter` and `leave` nest; the outermost pair counts.
+
+    Hooks of a backward pass run on another thread while the training thread waits for it, so they count as its own.
+    Measuring inside a compiled graph is invisible here.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.device: torch.device | None = None  # CUDA, to be timed as well
+        self._now = now
+        self._depth = 0
+        self._since = 0.0
+        self._seconds = 0.0
+        self._sampling = False
+        self._open: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+        self._pending: deque[tuple[float, list[tuple[Any, Any]]]] = deque()
+        self._device_share: float | None = None
+
+    def enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            if self._sampling:
+                self._open = self._event()
+            self._since = self._now()
+
+    def leave(self) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0:
+            self._seconds += self._now() - self._since
+            if self._open is not None:
+                ended = self._event()
+                if ended is not None:
+                    self._pairs.append((self._open, ended))
+                self._open = None
+
+    def close(self, step: int, seconds: float) -> float:
+        """Step `step` took `seconds` and ends now: the share of it that was ours.
+
+        On CUDA the greater of the two shares, the host's and the device's: where the device is what the run waits for, only its
+        own time delays a step; where the host is, only the host's.
+        """
+        if self._depth:  # `run.step` itself: what comes of it belongs to the next
+            now = self._now()
+            self._seconds += now - self._since
+            self._since = now
+        own, self._seconds = self._seconds, 0.0
+        if self._pairs:
+            self._pending.append((seconds, self._pairs))
+            self._pairs = []
+        self._read()
+        self._sampling = self.device is not None and step % SAMPLED == SAMPLED - 1
+        return max(own / seconds if seconds > 0 else 0.0, self._device_share or 0.0)
+
+    def _read(self) -> None:
+        """Take in samples whose events are over. Asks, never waits."""
+        while self._pending:
+            seconds, pairs = self._pending[0]
+            if not pairs[-1][1].query():
+                return
+            self._pending.popleft()
+            share = sum(begun.elapsed_time(ended) for begun, ended in pairs) / 1e3 / seconds if seconds > 0 else 0.0
+            known = self._device_share
+            self._device_share = share if known is None else known + MEMORY * (share - known)
+
+    def _event(self) -> Any:
+        """An event on the current stream; None while that is being captured, where it would be part of the user's graph."""
+        if capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Throttle:
+    """Decides from the share of each step how rare is rare enough. `factor` is 1, 2, 4, ... `RAREST`.
+
+    Every `WINDOW` steps the share of the window is judged, its most expensive step left out (a hiccup is no habit): above
+    `limit` the factor doubles; below a third of it for `CALM` windows in a row it halves. A cost that stays as it is
+    therefore ends in one factor and never swings.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.factor = 1
+        self._limit = limit
+        self._own: list[float] = []
+        self._total = 0.0
+        self._calm = 0
+        self._told = self._told_the_rest = False
+
+    def add(self, share: float, seconds: float) -> bool:
+        """One ordinary step of `seconds` and our share of it. True when `factor` has changed."""
+        if self._limit is None or seconds <= 0:
+            return False
+        self._own.append(share * seconds)
+        self._total += seconds
+        if len(self._own) < WINDOW:
+            return False
+        judged = (sum(self._own) - max(self._own)) / self._total
+        self._own, self._total = [], 0.0
+        before = self.factor
+        if judged > self._limit:
+            self._calm = 0
+            self.factor = min(2 * before, RAREST)
+            self._say(judged, before)
+        elif judged < self._limit * RELIEF:
+            self._calm += 1
+            if self._calm >= CALM:
+                self._calm = 0
+                self.factor = max(before // 2, 1)
+        else:
+            self._calm = 0
+        return self.factor != before
+
+    def _say(self, judged: float, before: int) -> None:
+        """Once that it begins, and once that there is nothing left to give up; the rest is in ``trackbridge/thinning``."""
+        assert self._limit is not None
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "trackbridge: measuring takes %.2g%% of the step, more than max_overhead allows (%.2g%%): activations, "
+                "weights, moments and histograms are taken more rarely (trackbridge/thinning); loss and gradients stay",
+                100 * judged, 100 * self._limit,
+            )  # fmt: skip
+        elif before == RAREST and not self._told_the_rest:
+            self._told_the_rest = True
+            logger.warning(
+                "trackbridge: measuring still takes %.2g%% of the step with everything taken %d times more rarely; what is "
+                "left is loss, gradients and recording",
+                100 * judged, RAREST,
+            )  # fmt: skip
