@@ -1,0 +1,100 @@
+"""Lightning: the plain loop's series, anomalies and capsule; nothing changed; an exact replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+import trackbridge
+from tests.integrations.lightning_kit import ACCUMULATE, BAD, STEPS, Lit, callback, fit, loss_of, state
+from tests.replays import SETTINGS, data
+from tests.training import seed_everything
+from trackbridge import replay
+from trackbridge.replay import Rebuilt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    watching = callback(tmp_path_factory.mktemp("lightning"))
+    fit(watching)
+    assert watching.run is not None
+    return watching.run.dir
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training as a plain loop."""
+    run = trackbridge.init(dir=tmp_path_factory.mktemp("plain"), strict=True, **SETTINGS)
+    seed_everything()
+    module = Lit()
+    made = module.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    run.watch(module, optimizer, state={"lr_scheduler": schedule})
+    module.train()
+    loader, step = data(), 0
+    while step < STEPS:
+        for number, batch in enumerate(run.batches(loader)):
+            if number % ACCUMULATE == 0:
+                optimizer.zero_grad()
+            loss = loss_of(module.model, batch)
+            (loss / ACCUMULATE).backward()
+            run.micro(loss)
+            if number % ACCUMULATE == ACCUMULATE - 1:
+                run.clip_grad_norm_(1.0)
+                optimizer.step()
+                run.step()
+                schedule.step()
+                step += 1
+                if step == STEPS:
+                    break
+    run.finish()
+    return run.dir
+
+
+def test_the_series_are_the_plain_loops(recorded: Path, plain: Path) -> None:
+    ours, theirs = trackbridge.load(recorded), trackbridge.load(plain)
+    assert set(ours.names) == set(theirs.names)
+    for name in ours.names:
+        if name.startswith(("perf/", "host/", "trackbridge/")):
+            continue
+        (steps, values), (their_steps, their_values) = ours.series(name), theirs.series(name)
+        assert steps.tolist() == their_steps.tolist(), name
+        assert values.tobytes() == their_values.tobytes(), name
+
+
+def test_the_anomalies_and_the_capsule_are_the_plain_loops(recorded: Path, plain: Path) -> None:
+    ours, theirs = trackbridge.load(recorded).anomalies, trackbridge.load(plain).anomalies
+    facts = [(a.kind, a.step, a.onset, a.series, a.value, a.severity, a.first_mover) for a in ours]
+    assert facts == [(a.kind, a.step, a.onset, a.series, a.value, a.severity, a.first_mover) for a in theirs]
+    assert facts[0][:2] == ("spike", BAD)
+    capsule, other = trackbridge.pull(recorded), trackbridge.pull(plain)
+    assert capsule.verify() and (capsule.span, capsule.restart_step) == (other.span, other.restart_step)
+    for step in capsule.steps:
+        mine, their = capsule.micro_batches(0)[step], other.micro_batches(0)[step]
+        assert [(m.epoch, m.index, m.sample_ids, m.fingerprint) for m in mine] == [
+            (m.epoch, m.index, m.sample_ids, m.fingerprint) for m in their
+        ]
+        before, others = capsule.rng_states(0).before(step), other.rng_states(0).before(step)
+        assert before.keys() == others.keys() and all(np.array_equal(before[name], others[name]) for name in before)
+
+
+def test_watched_and_unwatched_end_in_the_same_bits(tmp_path: Path) -> None:
+    assert state(fit(callback(tmp_path), steps=8)) == state(fit(steps=8))
+
+
+def build() -> Rebuilt:
+    seed_everything(99)
+    return trackbridge.lightning.rebuild(Lit(), accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, accelerator="cpu")
+
+
+def test_the_replay_is_exact(recorded: Path) -> None:
+    report = replay.rerun(trackbridge.pull(recorded), build)
+    assert report.verdict == "exact", report

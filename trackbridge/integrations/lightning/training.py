@@ -1,0 +1,187 @@
+"""One fit of a `Trainer`, told to a `Run`: its batches before they are used, its losses, its clipping.
+
+What no callback is told (the loss before it is divided for accumulation, the gradient before it is clipped, the sampler's
+indices) comes from methods of this trainer's parts, replaced while it trains. Each does what it did; where ours fails, it goes
+on alone.
+
+| replaced | for |
+|---|---|
+| `Strategy.training_step` | the loss as the module returned it |
+| `Precision.clip_grad_by_norm`, `clip_grad_by_value` | the gradient's norm before |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from trackbridge.errors import Part
+from trackbridge.integrations.ids import SampleIds
+from trackbridge.integrations.lightning.parts import optimizers_of, scaler_of, state_of, unscaled
+from trackbridge.integrations.losses import Losses, total_norm
+from trackbridge.integrations.wires import Method, Wires
+from trackbridge.run import Run
+from trackbridge.watched import loss_of
+
+logger = logging.getLogger("trackbridge")
+
+Count = Callable[[Any], int]
+
+
+class Training:
+    """The wires between one fit and one run, from its start until `close`. `tokens` and `samples` count a batch."""
+
+    def __init__(self, trainer: Any, module: Any, run: Run, tokens: Count | None, samples: Count | None) -> None:
+        self.run = run
+        self._trainer = trainer
+        self._module = module
+        self._count = (tokens, samples)
+        self._part = Part("the Lightning callback")
+        self._batch: Any = None
+        self._tokens = self._samples = 0  # of batches without a loss of their own
+        self._updates = trainer.global_step
+        self._stepped: set[str] = set()  # of the step under way: optimizers that really stepped
+        self._norms: dict[str, Tensor] = {}
+        watched = optimizers_of(trainer)
+        self._keys = {id(optimizer): key for key, optimizer in watched.items()}
+        self._losses = Losses(list(watched))
+        run.watch(module, watched, scaler=scaler_of(trainer), state=state_of(trainer))
+        self._parameters = list(module.parameters())
+        self._handles = [
+            optimizer.register_step_post_hook(lambda *_, key=key: self._stepped.add(key)) for key, optimizer in watched.items()
+        ]
+        self._wires = Wires()
+        replace = self._wires.replace
+        replace(trainer.strategy, "training_step", self._training_step)
+        replace(trainer.precision_plugin, "clip_grad_by_norm", self._clipping_by_norm)
+        replace(trainer.precision_plugin, "clip_grad_by_value", self._clipping_by_value)
+
+    def close(self) -> None:
+        """Every method is what it was."""
+        self._wires.cut()
+        for handle in self._handles:
+            handle.remove()
+        self._batch = None
+
+    # what the callback is told
+
+    def batch_begins(self, batch: Any, index: int, ids: SampleIds | None, seconds: float) -> None:
+        """`batch` is on its device, and nothing has used it."""
+        if not self._part.alive:
+            return
+        with self._part:
+            self._batch = batch
+            found = ids.take(index) if ids is not None else None
+            self.run.fetched(
+                batch, epoch=self._trainer.current_epoch, index=index, sample_ids=found, seconds=seconds
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        """A loss is about to be back-propagated. Only manual optimization needs to know: there may be several, and none may be
+        returned."""
+        if self._part.alive and not self._module.automatic_optimization:
+            with self._part:
+                self._losses.backward(unscaled(self._trainer, loss))
+
+    def before_update(self, optimizer: Any) -> None:
+        """The gradient is complete, and in automatic optimization not yet clipped."""
+        if not self._part.alive:
+            return
+        with self._part:
+            key = self._key(optimizer)
+            self._losses.update(key)
+            if self._module.automatic_optimization and is_overridden("configure_gradient_clipping", self._module):
+                self._measure(key, optimizer)
+
+    def batch_ends(self) -> None:
+        """Close the step if an optimizer was due in this batch."""
+        self._batch = None
+        if not self._part.alive:
+            return
+        with self._part:
+            if self._trainer.global_step == self._updates:
+                self.run.fetching()
+                return
+            self._updates = self._trainer.global_step
+            stepped, self._stepped = self._stepped, set()
+            norms, self._norms = self._norms, {}
+            norm = None
+            if norms and norms.keys() == stepped:  # an update that the loss scaler dropped has no norm
+                norm = next(iter(norms.values())) if len(norms) == 1 else torch.stack(list(norms.values())).norm()
+            tokens, samples, self._tokens, self._samples = self._tokens, self._samples, 0, 0
+            losses = self._losses.of_step()
+            for anomaly in self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm):
+                logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
+
+    # what is replaced
+
+    def _training_step(self, original: Method) -> Method:
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if self._part.alive:
+                with self._part:
+                    self._returned(loss_of(output))
+            return output
+
+        return training_step
+
+    def _returned(self, loss: Tensor | None) -> None:
+        tokens, samples = (None if count is None else count(self._batch) for count in self._count)
+        loss = self._losses.of_batch(loss)
+        if loss is not None:
+            self.run.micro(loss, tokens=tokens, samples=samples)
+        else:
+            self._tokens, self._samples = self._tokens + (tokens or 0), self._samples + (samples or 0)
+
+    def _clipping_by_norm(self, original: Method) -> Method:
+        def clip_grad_by_norm(optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> Any:
+            scaled = self._is_scaled(optimizer)
+            if self._part.alive and not scaled and not args and not kwargs and self._covers_all(optimizer):
+                self.run.clip_grad_norm_(clip_val)
+                return None
+            self._measure(self._key(optimizer), optimizer, scaled=scaled)
+            return original(optimizer, clip_val, *args, **kwargs)
+
+        return clip_grad_by_norm
+
+    def _clipping_by_value(self, original: Method) -> Method:
+        def clip_grad_by_value(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._measure(self._key(optimizer), optimizer, scaled=self._is_scaled(optimizer))
+            return original(optimizer, *args, **kwargs)
+
+        return clip_grad_by_value
+
+    def _measure(self, key: str, optimizer: Any, *, scaled: bool = False) -> None:
+        if self._part.alive:
+            with self._part:
+                norm = total_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
+                if norm is not None:
+                    self._norms[key] = norm / scaler_of(self._trainer)._scale if scaled else norm
+
+    def _covers_all(self, optimizer: Any) -> bool:
+        """Whether Lightning would call torch's function for all that is watched: then ours, which is torch's to the bit, counts
+        non-finite elements before they spread over every gradient."""
+        plain = type(self._trainer.precision_plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision")
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return (
+            plain
+            and len(given) == len(self._parameters)
+            and all(one is other for one, other in zip(given, self._parameters, strict=True))
+            and not any(hasattr(parameter, "to_local") for parameter in given)
+        )
+
+    def _is_scaled(self, optimizer: Any) -> bool:
+        """True while the gradients are multiplied by the loss scale: in manual optimization Lightning unscales them in `step`."""
+        scaler = scaler_of(self._trainer)
+        if scaler is None or not scaler.is_enabled():
+            return False
+        state = scaler._per_optimizer_states.get(id(getattr(optimizer, "optimizer", optimizer)), {})
+        return getattr(state.get("stage"), "name", "READY") == "READY"
+
+    def _key(self, optimizer: Any) -> str:
+        return self._keys.get(id(getattr(optimizer, "optimizer", optimizer)), "")
