@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import Timer, UsageError
 from trackbridge.probes.base import BoolArray, Gate
-from trackbridge.probes.rates import learning_rates
 from trackbridge.probes.scalars import ScalarProbe
 from trackbridge.probes.session import Reading, Session
 from trackbridge.probes.subject import Subject
@@ -108,7 +107,7 @@ class Instruments:
 
     def lr(self) -> dict[str, float]:
         """``train/lr`` of the first parameter group and ``train/lr/<group>`` of the others, as host floats."""
-        return learning_rates(self._session.subject.optimizers) if self._session is not None else {}
+        return self._session.lr() if self._session is not None else {}
 
     def pause(self) -> None:
         """Statistics off, until as many `resume`."""

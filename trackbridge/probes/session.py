@@ -24,6 +24,7 @@ from trackbridge.probes.layout import parameter_copies, world_size
 from trackbridge.probes.merge import merge_ranks
 from trackbridge.probes.phases import PhaseProbe
 from trackbridge.probes.scalars import ScalarProbe
+from trackbridge.probes.rates import learning_rates
 from trackbridge.probes.subject import Subject
 from trackbridge.probes.updates import UpdateCountProbe
 from trackbridge.probes.weights import WeightProbe
@@ -105,6 +106,7 @@ class Session:
         self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
 
     @property
+        self._rates: dict[str, float] = {}  # that the updates of this step were made with: a scheduler may come before its close
     def series(self) -> tuple[str, ...]:
         scalars = self.scalars.series
         if len(self._series) != len(self._fixed) + len(scalars):
@@ -137,11 +139,16 @@ class Session:
     def close(self, step: int) -> Slot | None:
         for probe, part in self._probes:
             if part.alive:
+    def lr(self) -> dict[str, float]:
+        """The learning rates that this step's updates were made with; the present ones of an optimizer that did not step."""
+        return learning_rates(self.subject.optimizers) | self._rates
+
                 with part:
                     probe.measure()
         slot = self._ring.take(step)
         intervals, counts = self.phases.take(), None
         if self._histograms_part.alive:
+        self._rates = {}
             with self._histograms_part:
                 counts = self.histograms.take()
         if slot is not None:
@@ -221,6 +228,7 @@ class Session:
         closure = _has_closure(args, kwargs)
         for probe, part in reversed(self._around):
             if part.alive:
+        self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
                 with part:
                     probe.after_update(optimizer, closure=closure)
 

@@ -104,8 +104,8 @@ def prefix(key: str) -> str:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a wrapper (Accelerate, Lightning): the one whose hooks fire."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+    """The torch optimizer inside a wrapper (Accelerate, Fabric): the one whose hooks fire."""
+    while "_optimizer_step_pre_hooks" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
 

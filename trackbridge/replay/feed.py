@@ -26,6 +26,7 @@ class MicroBatches(list[Any]):
         super().__init__(batches)
         self._states = list(states)
         self._generators = generators
+        self.micros: tuple[MicroBatch, ...] = ()  # what is recorded of each: its place in the data, its sample ids
         self.reports: list[rng.RestoreReport] = []
 
     def __getitem__(self, index: Any) -> Any:
@@ -59,7 +60,9 @@ def micro_batches(step: int, micros: tuple[MicroBatch, ...], rebuilt: Rebuilt) -
     if not micros:
         raise Incomplete(f"no batch of step {step} was recorded: pass them through run.batches or run.step(batch=...)")
     batches = [_batch(step, k, micro, rebuilt) for k, micro in enumerate(micros)]
-    return MicroBatches(batches, [micro.rng for micro in micros], rebuilt.generators)
+    found = MicroBatches(batches, [micro.rng for micro in micros], rebuilt.generators)
+    found.micros = micros
+    return found
 
 
 def _batch(step: int, k: int, micro: MicroBatch, rebuilt: Rebuilt) -> Any:
