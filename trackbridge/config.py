@@ -209,6 +209,16 @@ class PerfConfig(Section):
     steps: int | None = Field(None, gt=0, description="length of the run in optimizer steps, for perf/eta_s")
 
 
+class MemorySnapshotsConfig(Section):
+    """Snapshots of the CUDA allocator as artifacts (`trackbridge.memory`). Off by default: torch then notes the stack of every
+    allocation, which costs some microseconds each, and to write one down holds Python up for a moment."""
+
+    snapshots: int = Field(0, ge=0, description="snapshots of a run at most, on each rank; 0: none, and no history")
+    at: tuple[int, ...] = Field((), description="steps after which one is taken; also at memory trouble")
+    history: int = Field(20_000, ge=0, description="newest allocations and releases that torch keeps; 0: only what is held")
+    bytes: int = Field(64 * MiB, ge=MiB, description="size of one; older events are left out to fit")
+
+
 class AlertsConfig(Section):
     """Messages about anomalies, sent by the shipper's process (`trackbridge.backends.alerts`). The URLs are secrets: give them
     here or in the environment variable TRACKBRIDGE_ALERTS__URLS; they are written to no file."""
@@ -276,6 +286,7 @@ class TrackbridgeConfig(BaseSettings):
     detection: DetectionConfig = DetectionConfig()
     guard: GuardConfig = GuardConfig()
     perf: PerfConfig = PerfConfig()
+    memory: MemorySnapshotsConfig = MemorySnapshotsConfig()
     journal: JournalConfig = JournalConfig()
     stream: StreamConfig = StreamConfig()
     ranks: RanksConfig = RanksConfig()

@@ -79,6 +79,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("mem/allocated_bytes", "B", "device memory held by tensors at the end of the step"),
     Metric("mem/reserved_bytes", "B", "device memory held by the allocator"),
     Metric("mem/sampled_max_bytes", "B", "largest allocated value we sampled: a lower bound of the peak"),
+    Metric("mem/device_used_bytes", "B", "device memory in use by whomever, as the driver says, up to ten steps ago"),
+    Metric("mem/alloc_retries", "", "times that the allocator had to give memory back before it got any, so far", "", "", "lower"),
     Metric("mem/fragmentation", "", "share of reserved memory that is not allocated", "1 - allocated / reserved"),
     Metric("host/rss_bytes", "B", "resident memory of the training process"),
     Metric("layer/<parameter>/grad_norm", "", "L2 norm of this parameter's gradient, as the optimizer used it unless noted"),

@@ -36,6 +36,7 @@ from trackbridge.guard import HELD, Guard
 from trackbridge.intake import Intake, Later
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
+from trackbridge.memory import MemorySnapshots
 from trackbridge.merging import merging
 from trackbridge.overhead import Expense, Throttle
 from trackbridge.pace import Pace
@@ -241,6 +242,9 @@ class Run:
             strict=settings.strict,
         )
         self._keeper = Keeper(directory, self._scribe.submit)
+        part = Part("memory snapshots", strict=strict)
+        self._memory = MemorySnapshots(settings.memory, directory, info.rank, self._scribe.submit, part)
+        self._memory.start()
         self._scribe.submit(Params(-1, time.time(), {"config": redact.tree(dict(config))}))
         self._delivery = Delivery(directory, info, backends, in_process=settings.shipping == "thread")
         atexit.register(self._at_exit)
@@ -487,7 +491,9 @@ class Run:
         self._accepted.add("step")
         with self._part:
             self._close_step(number, given, *consumed, skipped, batch, batch_index, sample_ids)
-        return self._scribe.news()
+        news = self._scribe.news()
+        self._memory.note(number, news, squeezed=self._host.squeezed)
+        return news
 
     def _close_step(
         self,
@@ -634,6 +640,11 @@ class Run:
             self._keeper.keep(Path(path), kind=kind, name=name, step=max(self._step - 1, 0))
             self._accepted.add("log_artifact")
 
+    def memory_snapshot(self, why: str = "asked for") -> bool:
+        """Have a snapshot of the CUDA allocator written as an artifact, on another thread. False where there is none to be had:
+        no CUDA, or none left of ``memory={"snapshots": N}``."""
+        return not self._inert() and self._memory.ask(max(self._step - 1, 0), why, again=True)
+
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell the record that a checkpoint of the state after `step` steps is at `path`.
 
@@ -695,6 +706,7 @@ class Run:
         closed, unshipped = False, {}
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
             kept = self._keeper.wait(max(deadline - time.monotonic(), 0.1))
+            kept = self._memory.close(max(deadline - time.monotonic(), 0.1)) and kept
             closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1)) and kept
         self._retainer.closed()
         with Part("detaching from the model", strict=self._settings.strict):
@@ -717,6 +729,7 @@ class Run:
         self.guard.detach()
         self._instruments.detach()
         self._meter.detach()
+        self._host.close()
         if self._recorder is not None:
             self._recorder.detach()
 
@@ -730,11 +743,13 @@ class Run:
             left = isinstance(error, SystemExit) and not error.code
             status: RunStatus = "finished" if left else "failed" if isinstance(error, Exception) else "killed"
             words = str(error).strip().splitlines()
+            self._out_of_memory(error)
             self.finish(status=status, error=f"{type(error).__name__}: {words[0] if words else ''}")
 
     def _at_exit(self) -> None:
         """Forgotten `finish`: bounded, and honest about an uncaught exception."""
         error = getattr(sys, "last_value", None)
+        self._out_of_memory(error)
         self.finish(10.0, status="failed" if error is not None else "finished", error=repr(error) if error else None)
 
     # helpers on the training thread
@@ -749,6 +764,11 @@ class Run:
         self._guarded[name] = value
         if name == HELD and value:
             self._instruments.skipped()
+
+    def _out_of_memory(self, error: BaseException | None) -> None:
+        """The run ends because there was no memory: a snapshot of what held it, and of what asked for it, if that is wanted."""
+        if isinstance(error, torch.cuda.OutOfMemoryError) and not self._inert():
+            self._memory.ask(self._step, "out of memory")
 
     def _inert(self) -> bool:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""
