@@ -125,6 +125,10 @@ PANELS: tuple[Panel, ...] = (
     Panel("largest-kurtosis", "movers", "Largest kurtosis of any module", ("layers/kurtosis_max",)),
     Panel("largest-update", "movers", "Largest relative update of any parameter", ("layers/update_ratio_max",), scale="log"),
     Panel("largest-activation", "movers", "Largest activation of any module", ("layers/act_max",), scale="log"),
+    Panel(
+        "hottest-rows", "movers", "Gradient norm of the hottest embedding rows", ("embedding/hottest_norm/<module>",),
+        scale="log",
+    ),
     Panel("gradients", "layers", "Gradient norm by parameter", (GRADIENTS,), scale="log"),
     Panel("kurtosis", "layers", "Kurtosis by module", (KURTOSIS,)),
     Panel("updates", "layers", "Relative update by parameter", (UPDATES,), scale="log"),
@@ -142,6 +146,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("guard", "settings", "Updates held back by run.guard", ("guard/held", "guard/dropped", "guard/flagged"), width=8),
     Panel("worst-sample", "batch", "Largest loss of one sample", ("train/sample_loss_max",)),
     Panel("repeated", "batch", "Repeated batches: steps since the same one", ("data/repeated",)),
+    Panel("hottest-tokens", "batch", "Token ids of those rows", ("embedding/hottest_row/<module>",)),
     Panel("throughput", "speed", "Throughput", ("perf/tokens_per_s", "perf/samples_per_s")),
     Panel(
         "step-time", "speed", "Step time and its parts",
@@ -193,6 +198,8 @@ CONDITIONAL: Mapping[str, str] = {
     "guard/dropped": "run.guard",
     "guard/flagged": "run.guard",
     "data/repeated": "a batch that comes again",
+    "embedding/hottest_norm/<module>": "a model with an embedding",
+    "embedding/hottest_row/<module>": "a model with an embedding",
     "perf/flops_per_s": "a model whose FLOPs can be counted",
     "perf/eta_s": "a known last step",
 }

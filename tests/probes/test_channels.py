@@ -79,7 +79,9 @@ def test_nothing_is_made_up(bad: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=9), min_size=1, max_size=4
+        st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=9),
+        min_size=1,
+        max_size=4,
     ),
     st.sampled_from([0.0, 1e3]),
 )

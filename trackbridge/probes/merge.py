@@ -4,6 +4,8 @@
 - count: sum / copies; clip: as norm, with the copies of the norm that clipping returned
 - moments: pairwise, as micro-batches are merged
 - shape: the mean over the ranks that have it (a positive number that does not depend on size, of other tokens on each rank)
+- top: the largest numbers, then what they belong to; what several ranks have counts once
+- every: the least, so that it is there only where every rank has it
 - sum, max; mean over the ranks that have the value; worst: the pair with the largest first number
 
 What no rule can make whole, a parameter of unknown layout, is taken out: neither it nor a total over it has a value.
@@ -19,7 +21,7 @@ from trackbridge.probes import moments
 from trackbridge.records import FloatArray
 from trackbridge.slab import Slab
 
-MEASURED = ("grad_seen", "grad_counted", "weight_seen", "update_seen", "exp_avg_seen", "exp_avg_sq_seen")
+MEASURED = ("grad_seen", "grad_counted", "weight_seen", "update_seen", "exp_avg_seen", "exp_avg_sq_seen", "hottest_seen")
 
 
 def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> FloatArray:
@@ -51,6 +53,10 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> 
                     value = np.where(seen, stack, 0.0).sum(0) / np.maximum(seen.sum(0), 1)
                 case "shape":
                     value = stack.sum(0) / np.maximum((stack > 0).sum(0), 1)
+                case "top":
+                    value = _largest(stack)
+                case "every":
+                    value = stack.min(0)
                 case "worst":
                     value = stack[np.argmax(stack[:, 0])]
                 case _:
@@ -61,6 +67,18 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: Sequence[FloatArray]) -> 
             result[name][~known] = 0.0
         result["clip_seen"][:] = 0.0
     return merged
+
+
+def _largest(stack: FloatArray) -> FloatArray:
+    """The largest numbers of all ranks and what they belong to, shape (2 * count,), from (ranks, 2 * count)."""
+    count = stack.shape[1] // 2
+    numbers, owners = stack[:, :count].reshape(-1), stack[:, count:].reshape(-1)
+    order = np.argsort(np.where(np.isnan(numbers), -np.inf, -numbers), kind="stable")
+    _, first = np.unique(owners[order], return_index=True)
+    chosen = order[np.sort(first)][:count]
+    value = np.zeros(2 * count)
+    value[: len(chosen)], value[count : count + len(chosen)] = numbers[chosen], owners[chosen]
+    return value
 
 
 def _merge_moments(stack: FloatArray) -> FloatArray:

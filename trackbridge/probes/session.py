@@ -18,13 +18,14 @@ from trackbridge.names import LAYER
 from trackbridge.probes import gradients, weights
 from trackbridge.probes.activations import ActivationProbe
 from trackbridge.probes.base import AroundUpdate, BoolArray, Gate, Probe, Stats, UpdateProbe
+from trackbridge.probes.embeddings import EmbeddingProbe
 from trackbridge.probes.gradients import GradientProbe
 from trackbridge.probes.histograms import HistogramProbe, RawHistograms
 from trackbridge.probes.layout import parameter_copies, world_size
 from trackbridge.probes.merge import merge_ranks
 from trackbridge.probes.phases import PhaseProbe
-from trackbridge.probes.scalars import ScalarProbe
 from trackbridge.probes.rates import learning_rates
+from trackbridge.probes.scalars import ScalarProbe
 from trackbridge.probes.subject import Subject
 from trackbridge.probes.updates import UpdateCountProbe
 from trackbridge.probes.weights import WeightProbe
@@ -80,6 +81,7 @@ class Session:
             return Part(f"the {name} probe", strict=strict, timer=gate.timer)
 
         parts = [part(name) for name in ("gradient", "weight", "update count", "phase", "activation", "scalar")]
+        self.embeddings = EmbeddingProbe(subject, activations, gate)
         self.subject = subject
         self.scalars = scalars
         self.gradients = GradientProbe(subject, parameters, gate, parts[0])
@@ -90,6 +92,7 @@ class Session:
         self._nested: list[tuple[UpdateProbe, Part]] = list(
             zip((self.gradients, weight_probe, self.updates, self.phases), parts[:4], strict=True)
         )
+        self._nested.insert(1, (self.embeddings, part("embedding")))
         self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
         self.copies = parameter_copies(subject)
         self.histograms = HistogramProbe(subject, parameters, gate, self.copies)
@@ -103,10 +106,10 @@ class Session:
         self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=(self.gradients, weight_probe))
         self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
         self._handles: list[Any] = []
+        self._rates: dict[str, float] = {}  # that the updates of this step were made with: a scheduler may come before its close
         self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
 
     @property
-        self._rates: dict[str, float] = {}  # that the updates of this step were made with: a scheduler may come before its close
     def series(self) -> tuple[str, ...]:
         scalars = self.scalars.series
         if len(self._series) != len(self._fixed) + len(scalars):
@@ -136,19 +139,19 @@ class Session:
         self.histograms.detach()
         self.subject.release()
 
-    def close(self, step: int) -> Slot | None:
-        for probe, part in self._probes:
-            if part.alive:
     def lr(self) -> dict[str, float]:
         """The learning rates that this step's updates were made with; the present ones of an optimizer that did not step."""
         return learning_rates(self.subject.optimizers) | self._rates
 
+    def close(self, step: int) -> Slot | None:
+        for probe, part in self._probes:
+            if part.alive:
                 with part:
                     probe.measure()
+        self._rates = {}
         slot = self._ring.take(step)
         intervals, counts = self.phases.take(), None
         if self._histograms_part.alive:
-        self._rates = {}
             with self._histograms_part:
                 counts = self.histograms.take()
         if slot is not None:
@@ -183,7 +186,7 @@ class Session:
         if not parts.any():
             return frozenset()
         local = {name for name, part in zip(self.subject.names, parts, strict=True) if part}
-        return frozenset(
+        return frozenset(self.embeddings.of_parameters(np.flatnonzero(parts).tolist())) | frozenset(
             name
             for name in self._fixed
             if name in PARAMETER_TOTALS or (name.startswith(LAYER) and name[len(LAYER) :].rpartition("/")[0] in local)
@@ -225,10 +228,10 @@ class Session:
         depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 1) - 1
         if depth > 0:
             return
+        self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
         closure = _has_closure(args, kwargs)
         for probe, part in reversed(self._around):
             if part.alive:
-        self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
                 with part:
                     probe.after_update(optimizer, closure=closure)
 

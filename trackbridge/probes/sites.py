@@ -36,9 +36,14 @@ def choose(model: nn.Module, config: ActivationsConfig) -> list[Named]:
     if config.sites == "blocks+branches":
         for name, block in blocks:
             chosen.update((f"{name}.{part}", module) for part, module in _branches(block))
-    chosen.update(_embedding(model, blocks))
+    chosen.update(_largest_table(model, blocks))
     order = {id(module): place for place, (_, module) in enumerate(_modules(model))}
     return sorted(chosen.items(), key=lambda pair: order.get(id(pair[1]), len(order)))
+
+
+def embedding(model: nn.Module) -> list[Named]:
+    """The largest embedding outside the blocks, if there is one: the table of tokens."""
+    return _largest_table(model, _blocks(model))
 
 
 def _modules(model: nn.Module) -> Iterator[Named]:
@@ -82,7 +87,7 @@ def _branches(block: nn.Module) -> list[Named]:
     return [(name, child) for name, child in linear if child.out_features == linear[0][1].in_features]
 
 
-def _embedding(model: nn.Module, blocks: Iterable[Named]) -> list[Named]:
+def _largest_table(model: nn.Module, blocks: Iterable[Named]) -> list[Named]:
     inside = tuple(f"{name}." for name, _ in blocks)
     tables = [
         (name, module)
