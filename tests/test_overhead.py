@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from torch import nn
 
 import trackbridge
 from trackbridge.errors import Part
-from trackbridge.overhead import CALM, RAREST, WINDOW, Expense, Throttle
+from trackbridge.overhead import CALM, RAREST, WINDOW, Concert, Economy, Expense, Throttle
 
 
 class Clock:
@@ -115,6 +118,38 @@ def test_it_is_said_once_that_it_begins_and_once_that_nothing_is_left(caplog: py
     first, second = (record.getMessage() for record in caplog.records)
     assert "max_overhead" in first and "loss and gradients stay" in first
     assert "64 times" in second
+
+
+def test_ranks_change_at_the_same_step() -> None:
+    store = torch.distributed.HashStore()
+    concerts = [Concert(store, "run/0", leader=rank == 0, heard_s=0.001) for rank in range(3)]
+    ranks = [Economy(Throttle(0.01), concert, leader=rank == 0) for rank, concert in enumerate(concerts)]
+    factors: list[list[int]] = [[], [], []]
+    for call in range(40 * WINDOW):
+        for rank, economy in enumerate(ranks):  # the others are within their limits, and follow all the same
+            factors[rank].append(economy.close(call, 0.03 / economy.factor if rank == 0 else 0.001, 1.0))
+        if concerts[0].pending:
+            wait(lambda: all(concert.pending for concert in concerts))
+    assert factors[0] == factors[1] == factors[2] and set(factors[0]) == {1, 2, 4}
+    for economy in ranks:
+        economy.stop()
+
+
+def test_a_rank_that_hears_late_follows_at_once() -> None:
+    store = torch.distributed.HashStore()
+    leader, other = (Concert(store, "run/0", leader=first, heard_s=0.001) for first in (True, False))
+    leader.announce(4, 100)
+    wait(lambda: other.pending)
+    assert leader.due(99) is None and leader.due(100) == 4 and leader.due(101) is None
+    assert other.due(250) == 4 and not other.pending
+    leader.close(), other.close()
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
 
 
 def trained(folder: Path, *, steps: int, costs: dict[range, float], **options: object) -> trackbridge.RunRecord:

@@ -8,6 +8,9 @@ that move slowly or that only explain are taken more rarely.
 from __future__ import annotations
 
 import logging
+import math
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +18,10 @@ from typing import Any
 
 import torch
 
+from trackbridge import ranks
 from trackbridge.hostcopy import capturing
+from trackbridge.notices import private
+from trackbridge.records import RunInfo
 
 logger = logging.getLogger("trackbridge")
 
@@ -26,6 +32,9 @@ WINDOW = 50  # steps after which the share is judged
 RAREST = 64
 RELIEF = 1 / 3  # of the limit: to be twice as often again at most doubles the cost, and then there is room left
 CALM = 3  # windows below that before it happens
+
+HEARD_S = 1.0  # how often a rank looks for what rank 0 has decided
+AHEAD_S = 5.0  # between the decision and the step from which it holds: by then every rank has heard of it
 
 
 class Expense:
@@ -159,3 +168,99 @@ class Throttle:
                 "left is loss, gradients and recording",
                 100 * judged, RAREST,
             )  # fmt: skip
+
+
+class Concert:
+    """What rank 0 decides holds on every rank, from the same call of `run.step` on: else a row of all ranks would hold the
+    activations of some. Told through the process group's store, by a thread of its own; the training thread never asks it.
+
+    A rank that hears of it too late follows as soon as it does.
+    """
+
+    def __init__(self, store: Any, name: str, *, leader: bool, heard_s: float = HEARD_S) -> None:
+        self._store = store
+        self._prefix = f"trackbridge/{name}/rarer"
+        self._leader = leader
+        self._heard_s = heard_s
+        self._next: tuple[int, int] | None = None  # from which call, what factor; each side of a thread only replaces it
+        self._words: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="trackbridge-overhead", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Something was decided and does not hold yet."""
+        return self._next is not None
+
+    def announce(self, factor: int, call: int) -> None:
+        """Rank 0: `factor` holds from `call` on."""
+        self._next = call, factor
+        self._words.put(f"{call} {factor}")
+
+    def due(self, call: int) -> int | None:
+        """The factor that holds from `call` on, if one was announced and its time has come."""
+        following = self._next
+        if following is None or call < following[0]:
+            return None
+        self._next = None
+        return following[1]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._words.put(None)
+
+    def _work(self) -> None:
+        try:
+            for number in range(1 << 30):
+                key = f"{self._prefix}/{number}"
+                if self._leader:
+                    words = self._words.get()
+                    if words is None:
+                        return
+                    self._store.set(key, words)
+                else:
+                    while not self._store.check([key]):
+                        if self._stop.wait(self._heard_s):
+                            return
+                    call, factor = map(int, self._store.get(key).split())
+                    self._next = call, factor
+        except (RuntimeError, ValueError) as error:  # the store's errors are RuntimeErrors
+            if not self._stop.is_set():
+                words = str(error).strip().splitlines() or [type(error).__name__]
+                logger.warning("trackbridge: ranks cannot agree on how rarely to measure any more: %s", words[0])
+
+
+class Economy:
+    """`Throttle` for one rank, or in concert with others."""
+
+    def __init__(self, throttle: Throttle, concert: Concert | None, *, leader: bool = True) -> None:
+        self.factor = 1
+        self._throttle = throttle
+        self._concert = concert
+        self._leader = leader
+
+    def close(self, call: int, share: float, seconds: float) -> int:
+        """An ordinary step of `seconds` was closed, the `call`-th of `run.step`; our share of it. The factor from now on."""
+        concert = self._concert
+        if concert is None:
+            self._throttle.add(share, seconds)
+            self.factor = self._throttle.factor
+            return self.factor
+        if self._leader and not concert.pending and self._throttle.add(share, seconds):
+            concert.announce(self._throttle.factor, call + max(WINDOW, math.ceil(AHEAD_S / seconds)))
+        self.factor = concert.due(call) or self.factor
+        return self.factor
+
+    def stop(self) -> None:
+        if self._concert is not None:
+            self._concert.close()
+
+
+def economy(run: RunInfo, limit: float | None) -> Economy:
+    """What keeps this rank to `limit`."""
+    throttle = Throttle(limit)
+    if limit is None or run.world_size == 1 or (store := ranks.store()) is None:
+        return Economy(throttle, None)
+    concert = Concert(private(store), f"{run.run_id}/{run.attempt}", leader=run.rank == 0)
+    return Economy(throttle, concert, leader=run.rank == 0)

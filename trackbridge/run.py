@@ -38,7 +38,7 @@ from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
 from trackbridge.memory import MemorySnapshots
 from trackbridge.merging import merging
-from trackbridge.overhead import Expense, Throttle
+from trackbridge.overhead import Expense, economy
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
@@ -169,7 +169,7 @@ class Run:
         self._step = info.start_step
         self._pace = Pace(steps=settings.perf.steps)
         self._expense = Expense()
-        self._throttle = Throttle(settings.max_overhead)
+        self._economy = economy(info, settings.max_overhead)
         strict, timer = settings.strict, self._expense
         self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
         self._part = Part("the run", strict=strict, timer=timer)
@@ -555,9 +555,8 @@ class Run:
         share = self._expense.close(step, seconds)
         if not self._pace.steady:  # the first step, or a compiler's
             return {}
-        if self._throttle.add(share, seconds):
-            self._instruments.rarer(self._throttle.factor)
-        thinning = {} if self._settings.max_overhead is None else {"trackbridge/thinning": float(self._throttle.factor)}
+        self._instruments.rarer(factor := self._economy.close(self._calls, share, seconds))
+        thinning = {} if self._settings.max_overhead is None else {"trackbridge/thinning": float(factor)}
         return {"trackbridge/overhead_share": share, **thinning}
 
     def clip_grad_norm_(
@@ -729,6 +728,7 @@ class Run:
         self.guard.detach()
         self._instruments.detach()
         self._meter.detach()
+        self._economy.stop()
         self._host.close()
         if self._recorder is not None:
             self._recorder.detach()

@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("host/", "max"),
     ("guard/", "max"),
     ("trackbridge/overhead_share", "max"),
+    ("trackbridge/thinning", "max"),
     ("trackbridge/", "sum"),  # counts of what was lost
     ("", "mean"),
 )
