@@ -153,6 +153,7 @@ class Merger:
                 return
             self._waiting.popleft()
             self._bytes -= head.nbytes
+            self._next_look = self._clock()  # the next row has not been asked for
             yield self._conclude(head, messages)
 
     def settle(self, seconds: float) -> Iterator[Concluded]:
