@@ -70,6 +70,8 @@ class Outcome:
     lead: int | None = None
     hypotheses: list[str] = field(default_factory=list)
     evidence: list[list[str]] = field(default_factory=list)
+    error: str = ""
+    """Why there is no outcome: the trial itself failed, and counts nowhere."""
 
     @property
     def place(self) -> int | None:
@@ -83,6 +85,10 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Outcome:
+        return cls(**{**kept, "plan": Plan(**kept["plan"]), "false_alarms": [tuple(one) for one in kept["false_alarms"]]})
 
 
 def run(plan: Plan, keep: Path | None = None) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import sqrt
 from statistics import median
 
 from benchmarks.faults.judge import BITES, Outcome
@@ -11,8 +12,11 @@ from benchmarks.faults.judge import BITES, Outcome
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """Tables for each part: detection, causes, confusion, and what went wrong."""
-    parts = dict.fromkeys(outcome.plan.part for outcome in outcomes)
-    return "\n".join(_part(part, [o for o in outcomes if o.plan.part == part]) for part in parts)
+    good = [outcome for outcome in outcomes if not outcome.error]
+    parts = dict.fromkeys(outcome.plan.part for outcome in good)
+    text = "\n".join(_part(part, [o for o in good if o.plan.part == part]) for part in parts)
+    broken = [f"- {o.plan.label}: {o.error}" for o in outcomes if o.error]
+    return "\n".join([text, "Trials that failed themselves, counted nowhere:", "", *broken]) if broken else text
 
 
 def _part(part: str, outcomes: Sequence[Outcome]) -> str:
@@ -44,7 +48,7 @@ def _part(part: str, outcomes: Sequence[Outcome]) -> str:
         ]
     lines += [f"| false alarms | {alarms} in {healthy} healthy steps, {20000 * alarms / max(healthy, 1):.2f} per 20,000 |", ""]
     if faults:
-        lines += [*_by_cause(faults), "", *_confusion(found), ""]
+        lines += [*_by_cause(faults), "", *_confusion(found), "", *_misses(faults), ""]
     return "\n".join(lines)
 
 
@@ -74,5 +78,20 @@ def _confusion(found: Sequence[Outcome]) -> Iterable[str]:
         yield f"| {cause} | {' | '.join(str(counts[cause, name] or '') for name in named)} |"
 
 
+def _misses(faults: Sequence[Outcome]) -> Iterable[str]:
+    yield "| missed: way | task | seed | effect | named |"
+    yield "|---|---|---|---|---|"
+    for o in faults:
+        if o.first != o.cause:
+            named = ", ".join(o.hypotheses[:4]) if o.detected else "not detected"
+            yield f"| {o.plan.way} | {o.plan.task} | {o.plan.seed} | {o.effect:.3g} | {named} |"
+
+
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.3f} ({part} of {whole})" if whole else "-"
+    """With its 95% interval (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
+    if not whole:
+        return "-"
+    p, z = part / whole, 1.959964
+    middle, half = p + z * z / (2 * whole), z * sqrt(p * (1 - p) / whole + z * z / (4 * whole * whole))
+    low, high = ((middle - half) / (1 + z * z / whole), (middle + half) / (1 + z * z / whole))
+    return f"{p:.3f} ({part} of {whole}) [{max(low, 0):.3f}, {min(high, 1):.3f}]"

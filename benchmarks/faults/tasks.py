@@ -242,8 +242,8 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """`optimizer` is "adamw", "adam" or "sgd"; `lr` the healthy rate; `drop` of the model's constructor is its dropout; `names` the
-    keys under which a loader hands out inputs and targets, none for a tuple."""
+    """`optimizer` is "adamw", "adam" or "sgd"; `lr` the healthy rate; `drop` of the model's constructor is its dropout; `names`
+    the keys under which a loader hands out inputs and targets, none for a tuple."""
 
     name: str
     model: Callable[..., nn.Module]

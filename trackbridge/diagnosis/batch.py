@@ -29,9 +29,11 @@ _FEATURES = 4096
 _TARGET = re.compile(r"(^|[._/\[\]'])(y|labels?|targets?|tgt|answers?|class(es)?)([._/\[\]']|$)", re.IGNORECASE)
 _FLOATS = {"mean": 0.05, "std": 0.03, "largest": 0.15}  # of the usual standard deviation: smaller changes are no news
 
-_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "kinds": 0.01, "pairs": 0.01}
-_LEARNED = ("new", "kinds", "pairs", "profile")
-_SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "profile")
+_LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "kinds": 0.01, "pairs": 0.01, "mixture": 0.01}
+_LEARNED = ("new", "kinds", "pairs", "mixture", "variety", "profile")
+_SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "mixture", "profile")
+_BINS = 4096  # of token values
+_KNOWN = 0.05  # the least share of known tokens of which a mixture is worked out
 
 Table = dict[tuple[str, str], dict[int, list[float]]]
 
@@ -126,6 +128,12 @@ class Batches:
             if key in ("entropy", "std") and tensor not in self.targets
         )
 
+    def compared(self, key: str) -> bool:
+        """The statistic is known for an input near the onset, and for enough batches before it."""
+        steps = range(self.onset - NEAR, self.onset + 1)
+        inputs = [tensor for tensor in self.tensors if tensor not in self.targets]
+        return any(self.odd(tensor, key, step) is not None for tensor in inputs for step in steps)
+
     def shifted(self, first: int, last: int) -> list[tuple[str, str, float]]:
         """(tensor, key, z) of statistics whose median over the steps `first` to `last` lies beyond 5 standard errors of the
         batches before the onset."""
@@ -205,22 +213,30 @@ class Past:
     def __init__(self) -> None:
         self.values: npt.NDArray[Any] | None = None
         self.pairs: npt.NDArray[Any] | None = None
+        self.counts = np.zeros(_BINS)
         self.profile: FloatArray | None = None
         self.count = 0
 
     def compare(self, array: npt.NDArray[Any], *, learn: bool) -> Iterator[tuple[str, float]]:
         """Integers: the shares of values (``new``), of different values (``kinds``) and of neighbours along the last axis
-        (``pairs``) that never came before.
+        (``pairs``) that never came before, and of those that did the number of different ones (``variety``) and ``mixture``: how
+        far their shares lie from what they have been, as a Jensen-Shannon divergence in bits (IEEE Trans. Inf. Theory 37, 1991).
         Floats: ``mean``, ``std``, ``largest``, and ``profile``: how far the mean over the batch, feature by feature, lies from
         that of the batches before, as a root mean square."""
         if array.dtype.kind == "f":
             yield from self._floats(array, learn)
             return
-        values = np.unique(array.reshape(-1)[:_ELEMENTS])
+        flat = array.reshape(-1)[:_ELEMENTS]
+        values = np.unique(flat)
         if self.values is not None:
-            yield "new", float(1.0 - np.isin(array.reshape(-1)[:_ELEMENTS], self.values).mean())
+            seen = np.isin(flat, self.values)
+            yield "new", float(1.0 - seen.mean())
             yield "kinds", float(1.0 - np.isin(values, self.values).mean())
+            if seen.mean() > _KNOWN:
+                yield "mixture", _divergence(_binned(flat[seen]), self.counts)
+                yield "variety", float(np.isin(values, self.values).sum())
         if learn:
+            self.counts += _binned(flat)
             self.values = values if self.values is None else np.union1d(self.values, values)
         if array.ndim > 1 and array.shape[-1] > 1:
             wide = array.reshape(-1, array.shape[-1])[: max(1, _PAIRS // array.shape[-1])].astype(np.uint64)
@@ -249,3 +265,15 @@ class Past:
         elif learn and self.profile is not None:
             self.count += 1
             self.profile = self.profile + (profile - self.profile) / self.count
+
+
+def _binned(values: npt.NDArray[Any]) -> FloatArray:
+    return np.bincount((values.astype(np.int64) % _BINS), minlength=_BINS).astype(np.float64)
+
+
+def _divergence(p: FloatArray, q: FloatArray) -> float:
+    """Of two histograms, in bits: 0 for equal shares, 1 for none in common."""
+    p, q = p / p.sum(), q / q.sum()
+    middle = (p + q) / 2
+    parts = [one[one > 0] * np.log2(one[one > 0] / middle[one > 0]) for one in (p, q)]
+    return float(sum(part.sum() for part in parts) / 2)

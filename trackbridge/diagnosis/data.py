@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import JUMPED, View, in_steps, is_embedding, number, times
+from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, number, times
 
 _CALM = 5.0  # sigmas below which an activation is as usual
 _STAYS = 3.0  # sigmas of a loss that stays up
+_AT_ONCE = 4.0  # sigmas at the onset itself: wrong labels need no time
 _MANY = 0.02  # a share of new tokens from which they could move the loss
 
 
 WORDS = {
     "new": "share of new values", "pairs": "share of new neighbours", "share": "share of the most frequent value",
-    "largest": "largest value", "profile": "distance of the features' means from those of earlier batches",
+    "mixture": "distance of the known tokens' shares from those of earlier batches",
+    "variety": "count of different known tokens", "largest": "largest value", "profile": "distance of the features' means from those of earlier batches",
     "mean": "mean", "std": "standard deviation", "unique": "count of different values",
 }  # fmt: skip
 
@@ -27,12 +29,24 @@ def words(step: int, tensor: str, key: str, z: float, onset: int) -> str:
 def input_oddities(view: View) -> list[tuple[int, str, str, float]]:
     """What is unusual about the inputs near the onset. The length alone is no damage: an epoch ends with a short batch."""
     found = [one for one in view.batches.oddities if one[1] not in view.batches.targets and one[2] != "length"]
-    return [one for one in found if one[2] not in ("new", "pairs", "profile", "ngram")]
+    follow = {"new", "profile", "ngram"}
+    if view.batches.new_tokens()[0] > _MANY:
+        follow.add("pairs")  # a new token has new neighbours
+    return [one for one in found if one[2] not in follow]
 
 
 def target_oddities(view: View) -> list[tuple[int, str, str, float]]:
     found = [one for one in view.batches.oddities if one[1] in view.batches.targets]
     return [one for one in found if one[2] not in ("length", "new", "pairs", "profile", "ngram")]
+
+
+def other_mixture(view: View) -> bool:
+    """The inputs are garbage, not a text with some new tokens in it: the known tokens among them are not the usual ones. Where
+    that is not known, more kinds of tokens than usual must do."""
+    odd = input_oddities(view)
+    if view.batches.compared("mixture"):
+        return any(key in ("mixture", "variety") and z > 0 for _, _, key, z in odd)
+    return any(key in ("unique", "entropy") and z > 0 for _, _, key, z in odd)
 
 
 def abrupt(view: View, case: Case) -> None:
@@ -67,7 +81,7 @@ def corrupt_batch(view: View, case: Case) -> None:
     odd = input_oddities(view)
     share, _ = view.batches.new_tokens()
     foreign = view.batches.foreign()
-    few_new = share > _MANY and foreign is None and not any(key in ("unique", "entropy") and z > 0 for _, _, key, z in odd)
+    few_new = share > _MANY and foreign is None and not other_mixture(view)
     if foreign is not None:
         share_of = f"{foreign[0]:.0%} of the values of step {foreign[2]}, and {foreign[1]:.0%} of their kinds"
         case.add(STRONG, f"{share_of}, came in no batch before: a foreign file")
@@ -87,6 +101,8 @@ def corrupt_batch(view: View, case: Case) -> None:
     saw = view.moved_first_module if not view.batches.tensors and not view.gradual else None
     if saw is not None and saw[1] > _CALM:
         case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
+    elif not view.batches.tensors and not view.gradual and view.input_module is None and (view.loss_jump or 0.0) > JUMPED:
+        case.add(0, "no batch is recorded, and no measured module would show what the inputs were")
     if case.supports:
         abrupt(view, case)
 
@@ -110,11 +126,13 @@ def rare_token(view: View, case: Case) -> None:
     foreign = view.batches.foreign()
     if foreign is not None:
         case.against(STRONG, f"not a few tokens but {foreign[1]:.0%} of all kinds are new: a foreign file")
-    garbage = [one for one in input_oddities(view) if one[2] in ("unique", "entropy") and one[3] > 0]
+    garbage = [one for one in input_oddities(view) if one[2] in ("mixture", "variety", "unique", "entropy") and one[3] > 0]
+    if not other_mixture(view):
+        garbage = []
     for one in garbage:
         case.against(STRONG if share > _MANY else SOLID, f"more than rare tokens: {words(*one, view.onset)}")
     if not garbage and foreign is None:
-        case.add(WEAK, "not more kinds of tokens than usual")
+        case.add(WEAK, "the other tokens are the usual ones")
     abrupt(view, case)
 
 
@@ -141,12 +159,12 @@ def label_fault(view: View, case: Case) -> None:
         case.add(WEAK, "the inputs of the same batch are as usual")
     act, loss = view.moved_activation, view.loss_jump
     jumped = loss is not None and loss > JUMPED
-    stays = bool(view.lasts) and view.loss_shift is not None and view.loss_shift > _STAYS
+    stays = bool(view.lasts) and view.loss_shift is not None and view.loss_shift > _STAYS and (loss or 0.0) > _AT_ONCE
     if act is not None and loss is not None and (jumped or stays) and view.anomaly.kind != "nonfinite":
         if act[1] < _CALM:
             most = f"largest change: {act[0]}, {number(act[1])} sigmas"
-            known = view.batches.known
-            weight = SOLID if known else 0  # modules that normalise hide what the inputs were
+            known = view.batches.known or (not view.batches.tensors and view.input_module is not None)
+            weight = SOLID if known else 0  # modules that look up or normalise hide what the inputs were
             case.add(weight, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
             case.add(0, "so the targets changed, not the inputs or the weights")
             if known and act[1] < loss / JUMPED:
@@ -227,13 +245,15 @@ def data_regime_change(view: View, case: Case) -> None:
     shifted = inputs_shifted(view)
     if shifted:
         case.add(SOLID, shifted)
+    elif view.batches.known and len(view.near("train/loss", LATER)) > 4:
+        case.against(WEAK, "the inputs' statistics stay as usual: only what is asked of them may be other")
     act = view.moved_activation
     if act is not None:
         if act[1] > 10 * JUMPED:
             case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas, more than other data would do")
         elif act[1] > _CALM:
             case.add(SOLID, f"activations changed in the same step ({act[0]}, {number(act[1])} sigmas): other inputs")
-        elif act[1] < _CALM and not shifted:
+        elif act[1] < _CALM and not shifted and not view.batches.known:
             case.against(WEAK, "activations are as usual: the inputs did not change")
     if view.lead > 1:
         case.against(WEAK, f"something moved {in_steps(view.lead)} before the onset")

@@ -75,12 +75,22 @@ def activation_outliers(view: View, case: Case) -> None:
     if not case.supports:
         return
     _not_sudden(view, case)
+    if grown:
+        _not_downstream(view, case, grown[0][1])
+    if view.lr_jumped and view.lr_jump is not None:
+        case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, which explains the growth")
     _not_elsewhere(view, case, hidden=True)
 
 
 def _not_sudden(view: View, case: Case) -> None:
     if view.sudden:
-        case.against(SOLID, "the loss jumped in one step, and nothing had left its band before")
+        case.against(STRONG, "the loss jumped in one step, and nothing had left its band before")
+
+
+def _not_downstream(view: View, case: Case, name: str) -> None:
+    """What enters a step somewhere leaves everything before that place as it was."""
+    if view.first_jump is not None and not view.gradual and view.downstream(name):
+        case.against(STRONG, f"{view.first_jump[1]} jumped in one step, and comes before {name}")
 
 
 def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
@@ -160,7 +170,7 @@ def embedding_instability(view: View, case: Case) -> None:
             f"{name} had grown {times(factor)}, more than other layers",
         )
     changed = _changed_weight(view)
-    if changed is not None and (is_embedding(changed[0]) or is_head(changed[0])) and not _single_element(view):
+    if changed is not None and (is_embedding(changed[0]) or is_head(changed[0])) and not _single_element(view, changed[0]):
         case.add(
             STRONG + SOLID,
             f"{changed[0]} changed {times(changed[1])} in between, in many of its elements; other weights did not",
@@ -173,12 +183,19 @@ def embedding_instability(view: View, case: Case) -> None:
         case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
     if case.supports and changed is None:
         _not_sudden(view, case)
+        if weights:
+            _not_downstream(view, case, weights[0][1])
+    if case.supports and view.lr_jumped and view.lr_jump is not None:
+        case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, which explains the growth")
     if case.supports and input_oddities(view):
         case.against(SOLID, "the batch of the onset is unusual itself")
 
 
-def _single_element(view: View) -> bool:
-    """Few elements made the jump of the first module: its maximum rose far more than its root mean square."""
+def _single_element(view: View, weight: str) -> bool:
+    """One element of the series `weight` changed: what came back through it reached one unit alone, or its module's maximum
+    rose far more than its root mean square."""
+    if view.lone_unit(weight.removeprefix("layer/").removesuffix("/weight_norm")) is not None:
+        return True
     first = view.first_jump
     if first is None:
         return False
@@ -240,6 +257,7 @@ def hardware_fault(view: View, case: Case) -> None:
     if view.gradual:
         case.against(STRONG, "it grew over many steps; a number that changes by itself does so in one")
     grown = view.grown_weights or view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t)], _GROWN)
+    grown = [one for one in grown if not view.downstream(one[1])]
     if grown:
         case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])}")
     if view.lr_jumped and view.lr_jump is not None:
@@ -270,7 +288,13 @@ def _explained(view: View, case: Case, name: str) -> None:
     inside = moments[(steps >= view.onset - 30) & (steps <= view.anomaly.step + 10)]
     if len(inside) > 1 and inside.max() > 0 and (inside[1:] / np.maximum(inside[:-1], 1e-300)).min() < 0.5:
         case.against(STRONG, f"{layer}: its second moment had fallen, so its update was too large")
-    if (is_embedding(name) or is_head(name)) and view.first_jump is not None and not _single_element(view):
+    if not (is_embedding(name) or is_head(name)):
+        return
+    if _single_element(view, name):
+        lone = view.lone_unit(layer.removeprefix("layer/"))
+        if lone is not None:
+            case.add(SOLID, f"one number in it: since the onset all of {lone.removesuffix('_max')} is one element")
+    elif view.first_jump is not None:
         case.against(STRONG, "many of its elements changed, not one")
 
 

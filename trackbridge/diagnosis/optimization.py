@@ -8,6 +8,7 @@ from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
 
 _TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
+_STALE = 0.3  # of one between two measurements: less than a decay of 0.9 allows in ten steps
 _FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
 
 
@@ -18,7 +19,8 @@ def lr_discontinuity(view: View, case: Case) -> None:
         return
     factor, step = jump
     if factor <= 1.5:
-        case.against(SOLID, "train/lr is smooth around the onset")
+        if not case.supports:  # a monitor may have seen more
+            case.against(SOLID, "train/lr is smooth around the onset")
         return
     case.add(STRONG, f"train/lr rose {times(factor)} at step {step}, {in_steps(view.onset - step)} before the onset")
     before = view.series("train/lr")[1][view.series("train/lr")[0] < step]
@@ -147,8 +149,9 @@ def stale_second_moment(view: View, case: Case) -> None:
         if len(base) < 2 or not len(recent) or np.median(base) <= 0 or gradient is None:
             continue
         fall = float(recent.min() / np.median(base[-8:]))
+        sudden = _fall(view, name)
         falls.append(fall)
-        if fall < 0.2:
+        if fall < 0.2 or (sudden is not None and sudden[0] < _STALE):
             found.append((fall, layer, gradient))
     if not found or float(np.median(falls)) < 0.5:  # all layers at once is a lost state, not a stale one
         return

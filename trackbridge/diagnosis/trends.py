@@ -71,6 +71,22 @@ def growth(steps: IntArray, values: FloatArray, onset: int) -> float | None:
     return late / middle / max(middle / early, 1.0)
 
 
+def climb(steps: IntArray, rates: FloatArray, onset: int, last: int, span: int = 8) -> tuple[float, int] | None:
+    """(factor, its first step) of a rise within `span` steps to more than there ever was, that began up to 16 steps before
+    `onset` or at it, and before which there was none: a warm-up goes on rising, a restart comes back to a former peak."""
+    near = np.flatnonzero((steps >= onset - 16) & (steps <= last))
+    if not len(near):
+        return None
+    top = int(near[np.argmax(rates[near])])
+    base = max(top - span, 0)
+    if base < span or rates[base] <= 0 or rates[base - span] <= 0 or rates[top] < 1.2 * rates[:base].max():
+        return None
+    factor = float(rates[top] / rates[base] / max(rates[base] / rates[base - span], 1.0) ** 2)
+    risen = np.flatnonzero(rates[base : top + 1] > 1.05 * rates[base])
+    first = int(steps[base + risen[0]]) if len(risen) else onset + 1
+    return (factor, first) if factor > 1.5 and first <= onset else None
+
+
 def stand_out(changes: FloatArray) -> npt.NDArray[np.bool_]:
     """Which of a series' changes are several times as large as their neighbours: a warm-up's equal ones are not."""
     size = np.abs(changes)

@@ -212,11 +212,12 @@ class View:
 
     @cached_property
     def lr_jump(self) -> tuple[float, int] | None:
-        """(factor, step) of the largest change of the learning rate near the onset, beyond its usual change; None if the
-        record has no learning rate. 1.0 is no jump."""
+        """(factor, step) of the largest change of the learning rate near the onset, beyond its usual change, in one step or in
+        a few; None if the record has no learning rate. 1.0 is no jump."""
         steps, rates = self.series("train/lr")
         if len(steps) < 3:
             return None
+        climb = trends.climb(steps, rates, self.onset, self.anomaly.step + LATER)
         ok = (rates[1:] > 0) & (rates[:-1] > 0)
         ratio = np.where(ok, rates[1:] / np.where(ok, rates[:-1], 1.0), 1.0)
         near = np.flatnonzero((steps[1:] > self.onset - 50) & (steps[1:] <= self.anomaly.step))
@@ -224,6 +225,8 @@ class View:
             return None
         excess = np.where(trends.stand_out(np.diff(rates)), ratio / float(np.median(ratio)), 1.0)
         worst = int(near[np.argmax(np.abs(np.log(excess[near])))])
+        if climb is not None and climb[0] > 1.5 * excess[worst]:
+            return climb
         return float(excess[worst]), int(steps[worst + 1])
 
     @property
@@ -284,6 +287,46 @@ class View:
     def first_jump(self) -> tuple[int, str, float] | None:
         """(place, series, sigmas) of the first module, in the model's order, whose output jumped at the onset."""
         return next(((k, name, z) for k, (_, name, z) in enumerate(self.jumps) if z > JUMPED), None)
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        """In the model's order."""
+        return list(dict.fromkeys(n[6:].rpartition("/")[0] for n in self.names if n.startswith("layer/")))
+
+    def downstream(self, name: str) -> bool:
+        """The part that the series `name` measures comes after the module whose output jumped first at the onset: what enters
+        there was no cause."""
+        if self.first_jump is None:
+            return False
+        place = self.first_jump[0]
+        site = self.sites[place]
+        part = name.partition("/")[2].rpartition("/")[0]
+        if name.startswith("act/"):
+            return part in self.sites and self.sites.index(part) > place
+        own = [k for k, parameter in enumerate(self.parameters) if parameter.startswith(f"{site}.")]
+        return bool(own) and part in self.parameters and self.parameters.index(part) > own[-1]
+
+    @cached_property
+    def input_module(self) -> str | None:
+        """The first measured module, if it is the one that maps the inputs as they are: it holds the first parameter, and
+        looks nothing up."""
+        if not self.sites or not self.parameters or is_embedding(self.sites[0]):
+            return None
+        return self.sites[0] if self.parameters[0].rpartition(".")[0] == self.sites[0] else None
+
+    def lone_unit(self, parameter: str) -> str | None:
+        """The series of a gradient before `parameter` in the model that one element alone has had all of since the onset, and
+        not before: what came back to it came through one number. None if there is no such."""
+        for other in self.parameters[: self.parameters.index(parameter)] if parameter in self.parameters else ():
+            whole, top = (f"layer/{other}/grad_{what}" for what in ("norm", "max"))
+            (steps, norms), (same, tops) = self.series(whole), self.series(top)
+            if len(steps) != len(same) or not np.array_equal(steps, same):
+                continue
+            share = tops / np.maximum(norms, 1e-300)
+            before, near = share[steps < self.onset], share[(steps >= self.onset) & (steps <= self.onset + 2)]
+            if len(before) >= trends.LEAST and len(near) and float(np.median(before[-64:])) < 0.8 and near.max() > 0.98:
+                return top
+        return None
 
     @cached_property
     def moved_activation(self) -> tuple[str, float] | None:

@@ -1,4 +1,4 @@
-"""What is injected. Each class is one way of one cause; `sizes` are those of the first tasks, `second_sizes` those of the second.
+"""What is injected. Each class is one way of one cause; `sizes` are for the first tasks, `second_sizes` for the second.
 
 An injection does what the fault itself does (a bit is flipped, a state is not loaded, a file is read as text), never what the
 fault looks like in the record.
@@ -20,6 +20,7 @@ from benchmarks.faults.causes.data import (
     UnseenNoise,
 )
 from benchmarks.faults.causes.hardware import ActivationTile, GradientWord, WeightBit, WeightWord
+from benchmarks.faults.causes.more import MORE
 from benchmarks.faults.causes.network import (
     EmbeddingJump,
     EmbeddingRows,
@@ -51,5 +52,5 @@ FAULTS: tuple[type[Fault], ...] = (
     Noise, UnseenNoise, Stuck, NanBatch, RareTokens, Shuffled, LongShuffled, ConstantLabel, Repeated, OtherData,
     RateJump, RateBlip, StateLost, MomentsZeroed, StaleMoment, Frozen, Unclipped, Deepening,
     HalfOverflow, ScaleTooHigh, HalfCast, LogitGrowth, ScaleGrowth, LogitJump, EmbeddingRows, EmbeddingJump, HeadGrowth,
-    OutlierUnit, WeightBit, WeightWord, ActivationTile, GradientWord, Dropout, Smoothing,
+    OutlierUnit, WeightBit, WeightWord, ActivationTile, GradientWord, Dropout, Smoothing, *MORE,
 )  # fmt: skip

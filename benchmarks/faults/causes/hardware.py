@@ -64,7 +64,7 @@ class ActivationTile(Fault):
 
         def hit(_: Any, __: Any, output: Any) -> Any:
             tensor = output[0] if isinstance(output, tuple) else output
-            bad = tensor.clone()
+            bad = tensor.clone(memory_format=torch.contiguous_format)
             tile = bad.view(-1, bad.shape[-1])
             tile[: len(tile) // 4, :8] = self.size
             return (bad, *output[1:]) if isinstance(output, tuple) else bad

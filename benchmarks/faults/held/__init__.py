@@ -1,5 +1,7 @@
-"""The held-out part: other models and data, and other ways of doing the same fifteen things. Written on 2026-11-28, before the rules
-were changed for what the first held-out part had shown (which is development now), and not looked at since."""
+"""The held-out part: other models and data, and other ways of doing the same fifteen things.
+
+Written on 2026-11-28, before the rules were changed for what the first held-out part had shown (which is development now).
+"""
 
 from __future__ import annotations
 

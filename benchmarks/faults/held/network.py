@@ -116,7 +116,8 @@ class NormOutlier(Growing):
 
     cause, sizes = "activation-outliers", (1.12, 1.18)
     names: ClassVar[tuple[str, ...]] = (
-        "layers.1.input_layernorm.weight", "layers.0.norm1.weight", "convs.1.norm.weight", "norms.1.weight", "blocks.0.input_layernorm.weight",
+        "layers.1.input_layernorm.weight", "layers.0.norm1.weight", "convs.1.norm.weight", "norms.1.weight",
+        "blocks.0.input_layernorm.weight",
     )  # fmt: skip
     rows: ClassVar[slice] = slice(5, 6)
 
@@ -191,7 +192,7 @@ class LostTile(Fault):
 
         def hit(_: Any, __: Any, output: Any) -> Any:
             tensor = output[0] if isinstance(output, tuple) else output
-            bad = tensor.clone()
+            bad = tensor.clone(memory_format=torch.contiguous_format)
             bad.view(-1)[100:164] = float("nan")
             return (bad, *output[1:]) if isinstance(output, tuple) else bad
 

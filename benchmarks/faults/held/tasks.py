@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from benchmarks.faults.tasks import VOCABULARY, Batch, Clusters, Source, Task, T
 
 
 class Stripes(Source):
-    """Pictures of stripes, one direction a class, at any phase: (float32 (batch, 1, 12, 12), int64 (batch,)). Another regime has
-    stripes of another width."""
+    """Pictures of stripes, one direction a class, at any phase: (float32 (batch, 1, 12, 12), int64 (batch,)). Another regime
+    has stripes of another width."""
 
     WIDTHS = (0.9, 1.5)
 
@@ -176,7 +177,7 @@ class Tabular(nn.Module):
     def __init__(self, drop: float = 0.0, width: int = 72) -> None:
         super().__init__()
         sizes = (32, width, width, width, width)
-        self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in self.trunk)
         self.drop, self.logits = nn.Dropout(drop), nn.Linear(width, 10)
 
