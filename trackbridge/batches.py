@@ -17,7 +17,7 @@ from operator import index as as_index
 from typing import Any, Generic, Protocol, TypeVar
 
 from trackbridge.errors import Part, UsageError
-from trackbridge.sampling import Recorded, RecordingBatchSampler, in_place, sampler_for
+from trackbridge.sampling import Recorded, RecordingBatchSampler, in_place, left_out, sampler_for, torch_iterator
 from trackbridge.skip import SkipPlan
 
 __all__ = ["Feed", "Fetch", "LoaderBook", "Observer", "RecordingBatchSampler", "plain_ids"]
@@ -113,8 +113,8 @@ class Feed(Generic[T]):
     """Iterate `loader` while telling `observer` about each batch. Each ``iter()`` is an epoch.
 
     `skip` names batches that are fetched but not handed out, so that what follows them is what it would have been; `rank` is
-    this process' own, for the entries of a plan that name one. `epoch` numbers the next pass where the loop knows better.
-    Attributes are the loader's own.
+    this process' own, for the entries of a plan that name one. `epoch` numbers the next pass where the loop knows better;
+    `known_as` is the loader to number it under, where `loader` is only one pass of it. Attributes are the loader's own.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Feed(Generic[T]):
         book: LoaderBook | None = None,
         skip: SkipPlan | None = None,
         epoch: int | None = None,
+        known_as: Any = None,
         part: Part | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.perf_counter,
@@ -133,7 +134,7 @@ class Feed(Generic[T]):
         self.seconds = 0.0  # spent waiting for batches, in total
         self.skipped = 0
         self._observer = observer
-        self._entry = (book or LoaderBook()).entry(loader)
+        self._entry = (book or LoaderBook()).entry(loader if known_as is None else known_as)
         self._skip = skip
         self._rank = rank
         if epoch is not None:
@@ -164,7 +165,8 @@ class _Pass(Generic[T]):
         self._length: int | None = None  # batches in the epoch, where the sampler knows
         self._part, self._observer, self._clock = feed._part, feed._observer, feed._clock
         self._skip = feed._skip
-        self._index: int | None = 0
+        self._left_out = left_out(feed.loader)
+        self._index: int | None = self._left_out
         self._first = True
         self._sampler: RecordingBatchSampler | None = None
         self._recorded: Recorded | None = None
@@ -175,7 +177,8 @@ class _Pass(Generic[T]):
             with self._part:
                 self._sampler = sampler_for(feed.loader)
         if self._sampler is not None:
-            self._length = _length(feed.loader)
+            length = _length(feed.loader)
+            self._length = None if length is None else length + self._left_out
         start = self._clock()
         if self._sampler is None:
             self._iterator: Iterator[T] = iter(feed.loader)
@@ -183,6 +186,7 @@ class _Pass(Generic[T]):
             with in_place(feed.loader, self._sampler):
                 self._iterator = iter(feed.loader)
             self._recorded = self._sampler.newest
+        self._torch: Any = self._iterator  # torch's own iterator, where another one is around it
         self._opening = self._clock() - start
 
     def __iter__(self) -> _Pass[T]:
@@ -195,7 +199,7 @@ class _Pass(Generic[T]):
                     self._observer.before_fetch()
             start = self._clock()
             try:
-                batch = next(self._iterator)
+                batch = self._next()
             except StopIteration:
                 self._entry.under_way = False
                 if self._observer is not None and self._part.alive:
@@ -222,6 +226,12 @@ class _Pass(Generic[T]):
                     self._tell(batch, self._identify(seconds))
             return batch
 
+    def _next(self) -> T:
+        if self._first and self._recorded is None and self._sampler is not None:  # a loader that begins at its first batch
+            with in_place(self._feed.loader, self._sampler):
+                return next(self._iterator)
+        return next(self._iterator)
+
     def _tell(self, batch: T, fetch: Fetch) -> None:
         if self._observer is not None and self._part.alive:
             with self._part:
@@ -239,8 +249,8 @@ class _Pass(Generic[T]):
             ids,
             seconds,
             first,
-            getattr(self._iterator, "_num_workers", None),
-            getattr(self._iterator, "_base_seed", None),
+            getattr(self._torch, "_num_workers", None),
+            getattr(self._torch, "_base_seed", None),
         )
         if self._index is not None:
             self._index += 1
@@ -249,6 +259,7 @@ class _Pass(Generic[T]):
         return fetch
 
     def _begin(self) -> None:
+        self._torch = torch_iterator(self._iterator)
         if self._recorded is None and self._sampler is not None:  # a loader class that asks its sampler at the first batch
             self._recorded = self._sampler.newest
         drawn = getattr(self._iterator, "_sampler_iter_yielded", None)
@@ -273,7 +284,7 @@ class _Pass(Generic[T]):
     def _lost(self) -> None:
         """A fetch failed. Without workers its indices were drawn just now; with workers nobody can say which batch the
         next one will be."""
-        if getattr(self._iterator, "_num_workers", None) == 0 and self._index is not None:
+        if getattr(self._torch, "_num_workers", None) == 0 and self._index is not None:
             self._index += 1
             if self._recorded is not None and self._recorded.waiting:
                 self._recorded.waiting.clear()

@@ -31,3 +31,29 @@ class Intake:
     def exhausted(self) -> None:
         if self._recorder is not None and not self._inert():
             self._recorder.exhausted()
+
+
+class Later:
+    """Keeps what a feed tells until `tell`. For a loop that fetches, then puts its random state back, and only then uses the
+    batch: the state of a step is what it has when it begins."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._waiting: list[tuple[Any, Fetch]] = []
+
+    def before_fetch(self, *, opening: bool = False) -> None:
+        if opening:
+            self._intake.before_fetch(opening=True)
+
+    def fetched(self, batch: Any, fetch: Fetch, /) -> None:
+        self._waiting.append((batch, fetch))
+
+    def exhausted(self) -> None:
+        self._intake.exhausted()
+
+    def tell(self) -> None:
+        """The step that uses these batches begins now."""
+        waiting, self._waiting = self._waiting, []
+        for batch, fetch in waiting:
+            self._intake.before_fetch()
+            self._intake.fetched(batch, fetch)

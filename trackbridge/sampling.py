@@ -110,6 +110,7 @@ class _StatefulRecorded(Recorded):
 
 def sampler_for(loader: Any) -> RecordingBatchSampler | None:
     """The recording sampler for one pass over `loader`; None if its ids cannot be known."""
+    loader = _inner(loader)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):  # torch < 2.6 has no such argument
@@ -118,6 +119,32 @@ def sampler_for(loader: Any) -> RecordingBatchSampler | None:
     if isinstance(own, RecordingBatchSampler):
         return own
     return RecordingBatchSampler(own, single=loader.batch_sampler is None) if _iterates_as_torch_does(type(loader)) else None
+
+
+def left_out(loader: Any) -> int:
+    """How many batches at the epoch's start one pass over `loader` leaves out: accelerate's ``skip_first_batches``, which a
+    resume in the middle of an epoch uses."""
+    inner = _inner(loader)
+    if inner is loader:
+        return 0
+    samplers = (loader, inner.batch_sampler, inner.sampler)  # an iterable dataset is skipped by the loader itself
+    return next((int(where.skip_batches) for where in samplers if getattr(where, "skip_batches", 0)), 0)
+
+
+def torch_iterator(iterator: Any) -> Any:
+    """The iterator of torch behind that of a loader of accelerate, from its first batch on; else `iterator` itself."""
+    frame = getattr(iterator, "gi_frame", None)
+    found = frame.f_locals.get("dataloader_iter") if frame is not None else None
+    return iterator if found is None else found
+
+
+def _inner(loader: Any) -> Any:
+    """The DataLoader in a loader that accelerate prepared, which iterates it when asked for the first batch; else `loader`."""
+    kind = next((base for base in type(loader).__mro__ if "__iter__" in vars(base)), None)
+    if kind is None or (kind.__module__, kind.__name__) != ("accelerate.data_loader", "DataLoaderShard"):
+        return loader
+    base = loader.base_dataloader
+    return base if type(base).__module__ == "torch.utils.data.dataloader" else loader
 
 
 def _iterates_as_torch_does(kind: type) -> bool:
@@ -133,6 +160,7 @@ def _own_sampler(loader: DataLoader[Any]) -> Any:
 def in_place(loader: Any, recording: RecordingBatchSampler) -> Iterator[None]:
     """`recording` stands for the loader's sampler inside the block. The loader forbids assigning it, hence ``__dict__``; a
     persistent iterator has its own reference, which it asks again at each epoch."""
+    loader = _inner(loader)
     recording.newest = None
     own = _own_sampler(loader)
     if own is recording:

@@ -1,0 +1,127 @@
+"""A spike in a `Trainer`: caught, resumed over, pulled, and replayed in a process that has only the build function."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trackbridge
+from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, contexts, fingerprint, series, status, trainer
+from trackbridge import replay
+from trackbridge.errors import UsageError
+
+BAD = 52
+STEPS = 60
+BUILD = """
+import sys
+sys.path.insert(0, {root!r})
+import trackbridge
+from tests.integrations.test_hf_replay import make
+
+def build():
+    return trackbridge.hf.rebuild(make({out!r}, trackbridge.hf.Callback(dir={out!r})))
+"""
+
+
+def make(out: Any, *callbacks: Any, **changes: Any) -> Any:
+    data = Counting(480, bad=range(8 * BAD, 8 * BAD + 8))
+    return trainer(Path(out), *callbacks, data=data, kind=InOrder, max_steps=STEPS, learning_rate=1e-2, **changes)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A training that was broken off at step 50, in the middle of an epoch, and resumed from there: two attempts of one run,
+    and what an unbroken training ends in."""
+    directory = tmp_path_factory.mktemp("recorded")
+    first = trackbridge.hf.Callback(dir=directory / "runs", strict=True, **SETTINGS)
+    saving = {"save_strategy": "steps", "save_steps": 25}
+    made = make(directory / "out", first, **saving)
+    made.train()
+    straight = fingerprint(made)
+    second = trackbridge.hf.Callback(dir=directory / "runs", strict=True, **SETTINGS)
+    made = make(directory / "out", second, **saving)
+    made.train(resume_from_checkpoint=str(directory / "out" / "checkpoint-50"))
+    assert second.run.id == first.run.id and fingerprint(made) == straight
+    assert [a.step for a in first.run.anomalies] == [a.step for a in second.run.anomalies] == [BAD]
+    return directory, second.run.id
+
+
+def test_a_resume_goes_on_with_the_same_run(recorded: tuple[Path, str]) -> None:
+    directory, run_id = recorded
+    record = trackbridge.load(directory / "runs" / run_id)
+    assert [attempt.start_step for attempt in record.attempts] == [0, 50] if hasattr(record, "attempts") else True
+    assert record.series("train/loss")[0].tolist() == list(range(STEPS)) and record.status == "finished"
+    assert record.series("train/tokens")[1].tolist() == [72.0 * (step + 1) for step in range(STEPS)]
+    found = contexts(record_dir := type("Run", (), {"dir": record.path}))
+    assert record_dir and [c.attempt for c in found[-10:]] == [1] * 10
+    micros = [micro for context in found[-10:] for micro in context.micro]
+    assert [(m.loader, m.epoch, m.index) for m in micros] == [(0, 0, k) for k in range(100, 120)]
+    assert [m.sample_ids for m in micros] == [tuple(range(4 * k, 4 * k + 4)) for k in range(100, 120)]
+    state = json.loads((directory / "out" / "checkpoint-50" / "trackbridge_0.json").read_text())
+    assert state["run_id"] == run_id and state["step"] == 50
+
+
+def test_exact_from_a_pulled_capsule_in_a_fresh_process(recorded: tuple[Path, str], tmp_path: Path) -> None:
+    """The window begins at the checkpoint: the first step after the resume is in it, whose random state was put back between
+    its fetch and its use."""
+    directory, run_id = recorded
+    reference = f"{directory / 'runs' / run_id}@{BAD}"
+    capsule = trackbridge.pull(reference)
+    assert capsule.tier == "re-execute" and capsule.steps[0] == 50, capsule.steps
+    (tmp_path / "mine.py").write_text(BUILD.format(root=str(Path(__file__).parents[2]), out=str(tmp_path / "out")))
+    ran = subprocess.run(
+        [sys.executable, "-m", "trackbridge.cli", "replay", reference, "--build", "mine:build"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "exact" in ran.stdout, ran.stdout + ran.stderr
+    assert "not-reproduced" not in ran.stdout and not list((tmp_path / "out").glob("2*"))  # no run is recorded by a replay
+
+
+def test_without_raw_batches_they_are_made_again_of_their_samples(recorded: tuple[Path, str], tmp_path: Path) -> None:
+    directory, run_id = recorded
+    copy = tmp_path / "capsule"
+    shutil.copytree(next((directory / "runs" / run_id / "capsules").glob(f"spike-{BAD}")), copy)
+    capsule = trackbridge.pull(copy)
+    report = replay.rerun(capsule, lambda: trackbridge.hf.rebuild(make(tmp_path / "out")))
+    assert report.verdict == "exact", report
+
+
+def test_a_changed_training_is_not_exact(recorded: tuple[Path, str], tmp_path: Path) -> None:
+    directory, run_id = recorded
+    capsule = trackbridge.pull(f"{directory / 'runs' / run_id}@{BAD}")
+    for change in ({"max_grad_norm": 0.5}, {"warmup_steps": 3, "weight_decay": 0.1}):
+        report = replay.rerun(capsule, lambda change=change: trackbridge.hf.rebuild(make(tmp_path / "out", **change)))  # type: ignore[misc]
+        assert report.verdict == "not-reproduced", (change, report)
+
+
+def test_from_the_trainers_own_checkpoint(tmp_path: Path) -> None:
+    """Where no snapshot is kept, the window begins at the newest checkpoint."""
+    watching = trackbridge.hf.Callback(dir=tmp_path / "runs", **{**SETTINGS, "recorder": {"snapshot_every": 0}})
+    make(tmp_path / "out", watching, save_strategy="steps", save_steps=50).train()
+    capsule = trackbridge.pull(f"{watching.run.dir}@{BAD}")
+    assert capsule.checkpoint is not None and capsule.steps[0] == 50
+    report = replay.rerun(capsule, lambda: trackbridge.hf.rebuild(make(tmp_path / "out")))
+    assert report.verdict == "exact", report
+
+
+def test_a_checkpoint_made_without_trackbridge_is_a_new_run_at_its_step(tmp_path: Path) -> None:
+    make(tmp_path / "out", save_strategy="steps", save_steps=25).train()
+    watching = trackbridge.hf.Callback(dir=tmp_path / "runs", strict=True)
+    make(tmp_path / "out", watching).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-50"))
+    assert trackbridge.load(watching.run.dir).series("train/loss")[0].tolist() == list(range(50, STEPS))
+    (tmp_path / "out" / "checkpoint-50" / "trackbridge_0.json").write_text("{")
+    again = trackbridge.hf.Callback(dir=tmp_path / "runs", strict=True)
+    make(tmp_path / "out", again).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-50"))
+    assert status(again.run) == "finished" and len(series(again.run, "train/loss")) == 10
+
+
+def test_rebuild_takes_a_trainer() -> None:
+    with pytest.raises(UsageError, match="Trainer"):
+        trackbridge.hf.rebuild(torch.nn.Linear(1, 1))
