@@ -51,7 +51,7 @@ class MemorySnapshots:
         self._rank = rank
         self._tell = tell
         self._part = part
-        self._allocator = allocator or (torch.cuda.memory if torch.cuda.is_available() else None)
+        self._allocator: Any = allocator or (torch.cuda.memory if torch.cuda.is_available() else None)
         self._left = config.snapshots if self._allocator is not None else 0
         self._jobs: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -227,8 +227,8 @@ class Concert:
                     self._next = call, factor
         except (RuntimeError, ValueError) as error:  # the store's errors are RuntimeErrors
             if not self._stop.is_set():
-                words = str(error).strip().splitlines() or [type(error).__name__]
-                logger.warning("trackbridge: ranks cannot agree on how rarely to measure any more: %s", words[0])
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                logger.warning("trackbridge: ranks cannot agree on how rarely to measure any more: %s", lines[0])
 
 
 class Economy:

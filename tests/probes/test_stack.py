@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.probes.kit import Lab, sgd
+from tests.probes.test_activations import Stack, batch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stack.py"
 QUICK = ["--seconds", "0", "--steps", "1", "--limit", "90"]
@@ -61,3 +65,25 @@ def test_no_graph_is_broken_and_none_is_made_twice(which: str, request: pytest.F
 def test_both_ranks_agree(sharded: dict[str, Any]) -> None:
     (other,) = sharded["ranks"]
     assert other["values"]["compared"] == sharded["values"]["compared"] and other["rounds"] == sharded["rounds"]
+
+
+def test_what_a_graph_writes_to_is_known_to_stay() -> None:
+    """Else the compiler gives up on CUDA graphs (`mode="reduce-overhead"`): a graph that writes to an input is replayed only
+    where the input is known to be at the same address always. `test_cuda.py` has the graphs themselves."""
+    written: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.trackbridge.observe.default):
+            written.append(node.args[1].meta["tensor_dict"].get("_dynamo_static_input_type"))
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.trackbridge.observe):
+            written.append(node.args[1].meta["tensor_dict"].get("_dynamo_static_input_type"))
+        return graph
+
+    torch._dynamo.reset()
+    model = Stack()
+    run: Any = torch.compile(model, backend=backend, fullgraph=True)
+    lab = Lab(run, sgd(model))
+    run(batch()).sum().backward()
+    lab.close()
+    assert len(written) == 4 and all(written), written
+    torch._dynamo.reset()
