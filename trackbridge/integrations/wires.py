@@ -19,7 +19,8 @@ class Wires:
     def replace(self, owner: Any, name: str, make: Callable[[Method], Method]) -> bool:
         """Let `owner.name` be ``make(what it was)``, on this object only; False if it has no such method.
 
-        What it was keeps its name and signature to the eye, and is bound: torch's schedulers look at ``optimizer.step.__func__``.
+        What it was keeps its name and signature to the eye, and is bound: torch's schedulers look for
+        ``optimizer.step.__func__``.
         """
         original = getattr(owner, name, None)
         if original is None:

@@ -23,7 +23,8 @@ class Callback(LightningCallback):
 
     Args:
         run: a run of yours, from `trackbridge.init`, which you finish. By default each fit makes its own and finishes it.
-        tokens, samples: count a batch, as your module gets it: for tokens per second, and as the weight of a micro-batch's loss.
+        tokens, samples: count a batch, as your module gets it, for tokens per second, and as the weight of a micro-batch's
+            loss.
         settings: what `trackbridge.init` takes (``backend="wandb"``, ``project=...``, ``detection={...}``); not with `run`. The
             module's hyperparameters are the run's config unless you say otherwise.
 

@@ -38,12 +38,12 @@ def rebuild(
     """What a ``build()`` returns for a fit of `module`, made as it was made for the training.
 
         def build():
-            return trackbridge.lightning.rebuild(MyModule(), accumulate_grad_batches=4, gradient_clip_val=1.0, precision="bf16-mixed")
+            return trackbridge.lightning.rebuild(MyModule(), accumulate_grad_batches=4, gradient_clip_val=1.0)
 
     Args:
         module: the LightningModule.
-        train_dataloaders, datamodule: as for ``Trainer.fit``; needed where `configure_optimizers` asks for the number of steps, and
-            to make batches again from their sample ids.
+        train_dataloaders, datamodule: as for ``Trainer.fit``; needed where `configure_optimizers` asks for the number of steps,
+            and to make batches again from their sample ids.
         tokens: as for the callback: the weight of a micro-batch's loss.
         trainer: the Trainer's arguments that change the arithmetic (precision, accumulation, clipping, strategy), and callbacks
             that change the training. Loggers, checkpoints and progress bars are off; a callback of trackbridge is left out.
@@ -121,9 +121,8 @@ class _Step(LightningCallback):
         wires.replace(strategy, "training_step", self._noting)
         # What a recorded batch has been through already: only its device may be another one.
         wires.replace(trainer.lightning_module, "_on_before_batch_transfer", lambda _: lambda batch, *args, **kwargs: batch)
-        wires.replace(
-            strategy, "batch_to_device", lambda _: lambda batch, *args, **kwargs: move_data_to_device(batch, strategy.root_device)
-        )
+        device = strategy.root_device
+        wires.replace(strategy, "batch_to_device", lambda _: lambda batch, *args, **kwargs: move_data_to_device(batch, device))
         wires.replace(trainer.fit_loop, "setup_data", lambda _: lambda: None)
         if trainer.fit_loop._combined_loader is None:
             trainer.fit_loop._combined_loader = CombinedLoader([])

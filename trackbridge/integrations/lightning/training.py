@@ -176,7 +176,7 @@ class Training:
         )
 
     def _is_scaled(self, optimizer: Any) -> bool:
-        """True while the gradients are multiplied by the loss scale: in manual optimization Lightning unscales them in `step`."""
+        """True while gradients are multiplied by the loss scale: in manual optimization Lightning unscales them in `step`."""
         scaler = scaler_of(self._trainer)
         if scaler is None or not scaler.is_enabled():
             return False

@@ -1,0 +1,88 @@
+"""`Tracker`: what a script sends with ``accelerator.log``, into a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from torch import Tensor
+
+from trackbridge import names, redact
+from trackbridge.config import TrackbridgeConfig
+from trackbridge.errors import UsageError
+from trackbridge.ranks import Ranks
+from trackbridge.records import Params
+from trackbridge.run import Run, init
+
+logger = logging.getLogger("trackbridge")
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """A tracker for ``Accelerator(log_with=...)``: ``Tracker(run)`` with a run of yours, or ``Tracker(project, **settings)``
+    with what `trackbridge.init` takes; then the run begins at ``accelerator.init_trackers`` and ends at ``end_training``.
+
+    By its name, ``log_with="trackbridge"``, where accelerate lets a tracker register itself (import ``trackbridge.accelerate``
+    first); ``init_kwargs={"trackbridge": {...}}`` are the settings.
+
+    What is logged under the name of a series of trackbridge's own goes to ``accelerate/<name>``: `watch` records that series.
+    """
+
+    name = "trackbridge"
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self, run: Run | str, **settings: Any) -> None:
+        super().__init__()
+        if isinstance(run, Run) and settings:
+            raise UsageError(f"{', '.join(settings)} cannot be set for a run that is there: give them to trackbridge.init")
+        if not isinstance(run, Run):
+            settings = {"project": run, **settings}
+            TrackbridgeConfig.load(
+                settings.get("settings"), **{key: value for key, value in settings.items() if key not in ("settings", "config")}
+            )
+        self._run = run if isinstance(run, Run) else None
+        self._ours = not isinstance(run, Run)
+        self._settings = settings
+        self._complained = False
+
+    @property
+    def tracker(self) -> Run:
+        """The run, which begins when it is first asked for. Raises `UsageError` with several processes: accelerate asks only
+        the first one, and a run is made by all."""
+        if self._run is None:
+            if Ranks.current().world_size > 1:
+                raise UsageError("with several processes make the run on all of them: log_with=Tracker(trackbridge.init(...))")
+            self._run = init(**self._settings)
+        return self._run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """The run's config; of a run of yours, which has one, a section of its own."""
+        if self._run is None:
+            self._settings["config"] = {**values, **(self._settings.get("config") or {})}
+            _ = self.tracker
+        else:
+            self._run._scribe.submit(Params(-1, time.time(), {"accelerate": redact.tree(dict(values))}))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """`run.log` of the numbers in `values`; text is left out, which is said once."""
+        numbers = {_free(str(name)): value for name, value in values.items() if isinstance(value, (int, float, Tensor))}
+        if len(numbers) < len(values) and not self._complained:
+            self._complained = True
+            others = [str(name) for name in values if _free(str(name)) not in numbers]
+            logger.warning("trackbridge: %s is no number and is left out of the log", ", ".join(others))
+        self.tracker.log(numbers, step=step)
+
+    def finish(self) -> None:
+        if self._ours and self._run is not None:
+            self._run.finish()
+
+
+def _free(name: str) -> str:
+    return name if names.describe(names.legal(name)) is None else f"accelerate/{name}"
+
+
+if hasattr(tracking, "register_tracker_class") and Tracker.name not in tracking.LOGGER_TYPE_TO_CLASS:
+    tracking.register_tracker_class(Tracker)
