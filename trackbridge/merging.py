@@ -232,7 +232,7 @@ class Merger:
             named["trackbridge/rows_unmerged"] = float(self.unmerged)
         reading = head.reading
         if all(share.layout == head.share.layout for share in shares):
-            merged = reading.merged([reading.numbers, *(reading.of_another(share.numbers) for share in shares[1:])])
+            merged = reading.merged_with([share.numbers for share in shares[1:]])
         else:
             merged = None
             self._say("layouts", "ranks watch different modules: statistics of layers are rank 0's own, the rest is merged")

@@ -102,7 +102,9 @@ def by_name(shares: Sequence[Share]) -> dict[str, float]:
     """The run-level series of all ranks together, and the ``ranks/`` series; `shares[rank]` is of that rank."""
     table = _Table(shares)
     weights = np.array([share.tokens for share in shares])
-    found = {name: _combined(rule(name), *table.column(name), weights) for name in table.names}
+    found = dict(zip(table.names, table.values[0].tolist(), strict=True))
+    for name in table.unlike():
+        found[name] = _combined(rule(name), *table.column(name), weights)
     if _ARGMAX in found:
         ranks, values = table.column("train/sample_loss_max")
         found[_ARGMAX] = float(table.values[ranks[np.argmax(values)], table.names[_ARGMAX]])  # the row, on that rank
@@ -113,15 +115,24 @@ class _Table:
     """The values of all ranks: `values` and `present`, both of shape (ranks, names)."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
-        names = dict.fromkeys(name for share in {share.names: share for share in shares}.values() for name in share.names)
+        sorts = {share.names: None for share in shares}
+        names = dict.fromkeys(name for sort in sorts for name in sort)
         self.names = {name: place for place, name in enumerate(names)}
+        if len(sorts) == 1:
+            self.values = np.stack([share.values for share in shares])
+            self.present: BoolArray = np.ones(self.values.shape, bool)
+            return
         self.values = np.zeros((len(shares), len(names)))
-        self.present: BoolArray = np.zeros(self.values.shape, bool)
-        places: dict[tuple[str, ...], list[int]] = {}
+        self.present = np.zeros(self.values.shape, bool)
+        places = {sort: [self.names[name] for name in sort] for sort in sorts}
         for rank, share in enumerate(shares):
-            at = places.setdefault(share.names, [self.names[name] for name in share.names])
-            self.values[rank, at] = share.values
-            self.present[rank, at] = True
+            self.values[rank, places[share.names]] = share.values
+            self.present[rank, places[share.names]] = True
+
+    def unlike(self) -> list[str]:
+        """The series that are not the same on all ranks, and those that are added whatever they are."""
+        alike = (self.values == self.values[0]).all(0) & self.present.all(0)
+        return [name for name, same in zip(self.names, alike.tolist(), strict=True) if not same or rule(name) == "sum"]
 
     def column(self, name: str) -> tuple[npt.NDArray[np.intp], FloatArray]:
         """The ranks that have the series, and their values."""
@@ -133,12 +144,12 @@ class _Table:
 
 
 def _combined(how: str, ranks: npt.NDArray[np.intp], values: FloatArray, weights: FloatArray) -> float:
-    if how == "first" or (values == values[0]).all():
-        return float(values[0] * len(values)) if how == "sum" else float(values[0])
-    if how == "max":
-        return float(values.max())  # NaN if there is one
     if how == "sum":
         return float(values.sum())
+    if how == "first" or (values == values[0]).all():
+        return float(values[0])
+    if how == "max":
+        return float(values.max())  # NaN if there is one
     weight = weights[ranks]
     if how == "loss" and (weight > 0).all():
         return float((values * weight).sum() / weight.sum())

@@ -15,9 +15,11 @@ import torch
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import Part
 from trackbridge.names import LAYER
-from trackbridge.probes import gradients, weights
+from trackbridge.probes import dead_rows, gradients, weights
 from trackbridge.probes.activations import ActivationProbe
 from trackbridge.probes.base import AroundUpdate, BoolArray, Gate, Probe, Stats, UpdateProbe
+from trackbridge.probes.checksums import ChecksumProbe
+from trackbridge.probes.dead_rows import DeadRowProbe
 from trackbridge.probes.embeddings import EmbeddingProbe
 from trackbridge.probes.gradients import GradientProbe
 from trackbridge.probes.histograms import HistogramProbe, RawHistograms
@@ -32,7 +34,7 @@ from trackbridge.probes.weights import WeightProbe
 from trackbridge.records import FloatArray
 from trackbridge.slab import Ring, Slab, Slot
 
-PARAMETER_TOTALS = frozenset((*gradients.TOTALS, *weights.TOTALS))
+PARAMETER_TOTALS = frozenset((*gradients.TOTALS, *weights.TOTALS, dead_rows.TOTAL))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,15 +54,19 @@ class Reading:
         """The numbers that other ranks lack: shape (len(session.shared),)."""
         return self.numbers[self.session.shared]
 
-    def of_another(self, share: FloatArray) -> FloatArray:
-        """The `numbers` of a rank that has sent its `share`: what is not in it is what this rank has, too."""
-        numbers = self.numbers.copy()
-        numbers[self.session.shared] = share
-        return numbers
-
     def merged(self, ranks: Sequence[FloatArray]) -> Reading:
         """The reading of all ranks together, from the `numbers` of each (this one's among them), in float64."""
-        return Reading(self.session, merge_ranks(self.session.slab, self.session.copies, ranks), self.histograms)
+        return self._of(merge_ranks(self.session.slab, self.session.copies, np.stack(ranks)))
+
+    def merged_with(self, shares: Sequence[FloatArray]) -> Reading:
+        """The same from what the other ranks `share`: what is not in it is what this rank has, too."""
+        session = self.session
+        ranks = np.repeat(self.numbers[None], 1 + len(shares), axis=0)
+        ranks[1:, session.shared] = shares
+        return self._of(merge_ranks(session.slab, session.copies, ranks, session.shared))
+
+    def _of(self, numbers: FloatArray) -> Reading:
+        return Reading(self.session, numbers, self.histograms)
 
 
 class Session:
@@ -93,6 +99,8 @@ class Session:
             zip((self.gradients, weight_probe, self.updates, self.phases), parts[:4], strict=True)
         )
         self._nested.insert(1, (self.embeddings, part("embedding")))
+        rows, checksums = DeadRowProbe(subject, parameters, gate), ChecksumProbe(subject, parameters, gate)
+        self._nested += [(rows, part("dead row")), (checksums, part("checksum"))]
         self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
         self.copies = parameter_copies(subject)
         self.histograms = HistogramProbe(subject, parameters, gate, self.copies)
@@ -103,7 +111,8 @@ class Session:
         self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
         self._series = self._fixed
         self.local_series = self._local_series()
-        self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=(self.gradients, weight_probe))
+        of_parameters = (self.gradients, weight_probe, rows, checksums)
+        self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=of_parameters)
         self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
         self._handles: list[Any] = []
         self._rates: dict[str, float] = {}  # that the updates of this step were made with: a scheduler may come before its close
