@@ -13,6 +13,9 @@ from dataclasses import dataclass
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 LAYER = "layer/"
 ACT = "act/"
+ROUTER = "router/"
+EXPERT = "expert/"
+WIDE = (LAYER, ACT, ROUTER, EXPERT)
 STEP = "trackbridge/step"
 SEQ = "trackbridge/seq"
 LOCAL = "_local"
@@ -53,7 +56,20 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("grad/norm_clipped", "", "global L2 norm of the gradient the optimizer used", "sqrt(sum g^2)"),
     Metric("grad/nonfinite", "elements", "NaN or Inf elements over all gradients"),
+    Metric("grad/unlocated", "", "1 where these counts cannot say where it began: all gradients are non-finite throughout"),
+    Metric("grad/zero", "parameters", "parameters whose gradient is 0 in every element"),
+    Metric(
+        "grad/vanishing", "parameters", "parameters whose gradient is tiny, but not 0, compared to the others",
+        "RMS(g) < 1e-6 median over parameters of RMS(g)",
+    ),
+    Metric("grad/missing", "parameters", "trainable parameters that an optimizer stepped without a gradient"),
     Metric("param/norm", "", "global L2 norm of the trainable parameters", "sqrt(sum w^2)"),
+    Metric("param/nonfinite", "elements", "NaN or Inf elements over all trainable parameters"),
+    Metric("param/dead_rows", "rows", "dead rows over all weight matrices", "sum over layer/*/dead_rows"),
+    Metric(
+        "param/replicas_differ", "parameters", "parameters whose bits differ between ranks that hold the same (merged rows)",
+        "count of layer/*/checksum that are not equal on all ranks",
+    ),
     Metric("optim/applied", "updates", "updates really applied so far"),
     Metric("optim/skipped", "updates", "updates skipped so far (GradScaler overflow, guard)"),
     Metric("guard/held", "", "1 in a step whose update run.guard left out"),
@@ -86,7 +102,20 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("layer/<parameter>/grad_norm", "", "L2 norm of this parameter's gradient, as the optimizer used it unless noted"),
     Metric("layer/<parameter>/grad_max", "", "largest absolute gradient element"),
     Metric("layer/<parameter>/grad_nonfinite", "elements", "NaN or Inf elements of this gradient"),
+    Metric("layer/<parameter>/grad_mean", "", "mean of this gradient's elements"),
+    Metric("layer/<parameter>/grad_zeros", "", "share of this gradient's elements that are exactly 0"),
     Metric("layer/<parameter>/weight_norm", "", "L2 norm of this parameter"),
+    Metric("layer/<parameter>/weight_rms", "", "root mean square of this parameter's elements"),
+    Metric("layer/<parameter>/weight_max", "", "largest absolute element of this parameter"),
+    Metric("layer/<parameter>/weight_nonfinite", "elements", "NaN or Inf elements of this parameter"),
+    Metric(
+        "layer/<parameter>/dead_rows", "rows",
+        "rows of this weight matrix (slices of its first dimension) whose gradient was exactly 0 at the last ten looks",
+    ),
+    Metric(
+        "layer/<parameter>/checksum", "", "of this parameter's bits: equal on ranks that hold the same",
+        "sum over i of (2i + 1) word_i mod 2^53",
+    ),
     Metric("layer/<parameter>/exp_avg_norm", "", "L2 norm of Adam's first moment", "", "arXiv:1412.6980"),
     Metric("layer/<parameter>/exp_avg_sq_norm", "", "L2 norm of Adam's second moment", "", "arXiv:1412.6980"),
     Metric("layer/<parameter>/update_ratio", "", "size of the update relative to the weight", "|dw| / |w|"),
@@ -101,19 +130,32 @@ CATALOGUE: tuple[Metric, ...] = (
         "mean_j(s_j^4) / mean_j(s_j^2)^2, s_j = sqrt(mean over tokens of x_j^2)", "arXiv:2405.19279, eq. 1",
     ),
     Metric("act/<module>/nonfinite", "elements", "NaN or Inf elements of the output"),
+    Metric("router/<module>/load_max", "", "largest share of a step's (token, expert) pairs that one expert of a router has"),
+    Metric("router/<module>/load_min", "", "smallest share that one of them has"),
+    Metric(
+        "router/<module>/load_entropy", "", "how even the load is: 1 on all experts alike, 0 all on one",
+        "-sum(p ln p) / ln(experts)", "", "higher",
+    ),
+    Metric("expert/<module>/load_share", "", "share of one expert, <router>.<number>, of its router's (token, expert) pairs"),
     Metric(
         "embedding/hottest_norm/<module>", "",
-        "largest gradient norm of any row of the token embedding, as the optimizer used it; /2, /3: of the next rows", "|g_row|",
+        "largest gradient norm of any row of the token embedding, as the optimizer used it; /2, /3: of the next rows",
+        "|g_row|",
     ),
     Metric("embedding/hottest_row/<module>", "", "the token id whose row that is; /2, /3: those of the next rows"),
     Metric("layers/grad_norm_max", "", "largest gradient norm of any parameter", "max over layer/*/grad_norm"),
     Metric("layers/grad_max", "", "largest absolute gradient element of any parameter", "max over layer/*/grad_max"),
     Metric("layers/grad_nonfinite", "elements", "NaN or Inf gradient elements over all parameters", "sum"),
     Metric("layers/weight_norm_max", "", "largest weight norm of any parameter", "max over layer/*/weight_norm"),
+    Metric("layers/weight_max", "", "largest absolute element of any parameter", "max over layer/*/weight_max"),
     Metric("layers/update_ratio_max", "", "largest relative update of any parameter", "max over layer/*/update_ratio"),
     Metric("layers/act_max", "", "largest absolute activation of any module", "max over act/*/max"),
     Metric("layers/act_rms_max", "", "largest activation RMS of any module", "max over act/*/rms"),
     Metric("layers/kurtosis_max", "", "largest activation kurtosis of any module", "max over act/*/kurtosis"),
+    Metric(
+        "layers/channel_kurtosis_max", "", "largest kurtosis over channels of any module", "max over act/*/channel_kurtosis"
+    ),
+    Metric("layers/load_max", "", "largest share that one expert of any router has", "max over router/*/load_max", "", "lower"),
     Metric("layers/act_nonfinite", "elements", "NaN or Inf activations over all modules", "sum"),
     Metric("data/repeated", "steps", "how many steps ago this very batch was used, told only where that is a fault"),
     Metric("ranks/merged", "ranks", "ranks whose numbers are in this row; 1 where the others' did not come in time"),
@@ -171,14 +213,23 @@ def act(module: str, statistic: str) -> str:
     return f"{ACT}{module}/{statistic}"
 
 
+def router(module: str, statistic: str) -> str:
+    return f"{ROUTER}{module}/{statistic}"
+
+
+def expert(module: str, number: int) -> str:
+    """The load of one expert of the router `module`."""
+    return f"{EXPERT}{module}.{number}/load_share"
+
+
 def hottest(what: str, module: str, place: int) -> str:
     """``embedding/hottest_<what>/<module>`` of the hottest row, with a ``/2`` and so on of those behind it (`place` from 0)."""
     return f"embedding/hottest_{what}/{module}{f'/{place + 1}' if place else ''}"
 
 
 def is_wide(name: str) -> bool:
-    """True for per-layer series, of which a large model has thousands."""
-    return name.startswith((LAYER, ACT))
+    """True for series of layers, routers and experts, of which a large model has thousands."""
+    return name.startswith(WIDE)
 
 
 def describe(name: str) -> Metric | None:

@@ -1,8 +1,8 @@
 """What trackers get of the journal: `StreamConfig` applied to records, in order, so that a backend just writes what comes.
 
-Of a row, the wide series (``layer/*``, ``act/*``) are kept as `StreamConfig.layers` says, and their extrema over all layers
-are added. Every row gets ``trackbridge/step``, ``trackbridge/seq`` and ``trackbridge/attempt``, and ``nonfinite/<name>`` = 1
-for each value that is NaN or infinite, because most charts show nothing there.
+Of a row, the wide series (``layer/*``, ``act/*``, ``router/*``, ``expert/*``) are kept as `StreamConfig.layers` says, and
+their extrema over all layers are added. Every row gets ``trackbridge/step``, ``trackbridge/seq`` and ``trackbridge/attempt``,
+and ``nonfinite/<name>`` = 1 for each value that is NaN or infinite, because most charts show nothing there.
 
 An anomaly is sent as itself, and as two sparse series on the row of its step: ``anomaly/score`` and ``anomaly/count`` (its
 number in the run). The journal holds it right behind that row, so a row waits for what follows it. If it could not wait
@@ -37,10 +37,13 @@ _EXTREMA: dict[str, tuple[str, str, np.ufunc]] = {
     "layers/grad_max": (names.LAYER, "grad_max", np.fmax),
     "layers/grad_nonfinite": (names.LAYER, "grad_nonfinite", np.add),
     "layers/weight_norm_max": (names.LAYER, "weight_norm", np.fmax),
+    "layers/weight_max": (names.LAYER, "weight_max", np.fmax),
     "layers/update_ratio_max": (names.LAYER, "update_ratio", np.fmax),
     "layers/act_max": (names.ACT, "max", np.fmax),
     "layers/act_rms_max": (names.ACT, "rms", np.fmax),
     "layers/kurtosis_max": (names.ACT, "kurtosis", np.fmax),
+    "layers/channel_kurtosis_max": (names.ACT, "channel_kurtosis", np.fmax),
+    "layers/load_max": (names.ROUTER, "load_max", np.fmax),
     "layers/act_nonfinite": (names.ACT, "nonfinite", np.add),
 }
 _STAMPS = (names.STEP, names.SEQ, names.ATTEMPT)
@@ -291,7 +294,7 @@ class Stream:
         return self._plans.get(id(row.schema)) or self._plan(row.schema)
 
     def _plan(self, schema: Schema) -> _Plan:
-        wanted = {"summary": (), "blocks": (names.ACT,), "all": (names.LAYER, names.ACT)}[self._config.layers]
+        wanted = {"summary": (), "blocks": (names.ACT, names.ROUTER), "all": names.WIDE}[self._config.layers]
         ours = [(at, name) for at, name in enumerate(schema.names) if name not in _ADDED]
         narrow = [(at, name) for at, name in ours if not names.is_wide(name)]
         wide = [(at, name) for at, name in ours if names.is_wide(name) and name.startswith(wanted)]

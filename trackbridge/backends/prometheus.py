@@ -145,7 +145,7 @@ class PrometheusBackend:
             self._labelled(state.nonfinite, dumps([words.storable(name.removeprefix(names.NONFINITE))]), value, add=True)
         elif (metric := names.describe(name)) is not None and metric.name == name:
             state.gauges[name] = value
-        elif name.startswith((names.LAYER, names.ACT)):
+        elif names.is_wide(name):
             family, _, rest = name.partition("/")
             part, _, statistic = rest.rpartition("/")
             self._labelled(state.labelled, dumps([family, words.storable(part), statistic]), value)

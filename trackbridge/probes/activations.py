@@ -17,6 +17,7 @@ from trackbridge.errors import Part
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.forward_hooks import Counted, Look, OutputHook, install
 from trackbridge.probes.gates import OUTPUTS, Gates
+from trackbridge.probes.routers import Routers
 from trackbridge.probes.site_statistics import Sites
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
@@ -44,7 +45,8 @@ class ActivationProbe:
         self._gates = Gates(config, gate, part)
         self._inside = config.inside_compiled
         self._sites = Sites(subject, config, self._gates)
-        self._kinds: tuple[Kind, ...] = (self._sites,)
+        self._routers = Routers(subject, config)
+        self._kinds: tuple[Kind, ...] = (self._sites, self._routers)
         self.fields: tuple[Field, ...] = (
             Field("activations_due", 1, "host"),
             self._gates.field,
@@ -61,8 +63,9 @@ class ActivationProbe:
         self._gates.bind(slab)
         for kind in self._kinds:
             kind.bind(slab)
-        for module, model, look in self._sites.targets:
-            self._hook(module, model, look)
+        for targets in (self._sites.targets, self._routers.targets):
+            for module, model, look in targets:
+                self._hook(module, model, look)
         self.gate()
 
     def _hook(self, module: nn.Module, model: nn.Module, look: Look) -> None:
@@ -93,6 +96,7 @@ class ActivationProbe:
         self._handles.clear()
         self._hooks.clear()
         self._sites.targets.clear()
+        self._routers.targets.clear()
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         found = [kind.finalize(stats) for kind in self._kinds]

@@ -30,14 +30,14 @@ def choose(model: nn.Module, config: ActivationsConfig) -> list[Named]:
     if isinstance(config.sites, list):
         return _matching(model, config.sites)
     if config.sites == "leaf":
-        return [(name, module) for name, module in _modules(model) if _is_leaf(module)]
+        return [(name, module) for name, module in modules_of(model) if _is_leaf(module)]
     blocks = _blocks(model)
     chosen = dict(blocks)
     if config.sites == "blocks+branches":
         for name, block in blocks:
             chosen.update((f"{name}.{part}", module) for part, module in _branches(block))
     chosen.update(_largest_table(model, blocks))
-    order = {id(module): place for place, (_, module) in enumerate(_modules(model))}
+    order = {id(module): place for place, (_, module) in enumerate(modules_of(model))}
     return sorted(chosen.items(), key=lambda pair: order.get(id(pair[1]), len(order)))
 
 
@@ -46,7 +46,7 @@ def embedding(model: nn.Module) -> list[Named]:
     return _largest_table(model, _blocks(model))
 
 
-def _modules(model: nn.Module) -> Iterator[Named]:
+def modules_of(model: nn.Module) -> Iterator[Named]:
     """Every module but wrappers, by clean name."""
     seen: set[str] = set()
     for name, module in model.named_modules():
@@ -58,7 +58,7 @@ def _modules(model: nn.Module) -> Iterator[Named]:
 
 def _blocks(model: nn.Module) -> list[Named]:
     found: list[Named] = []
-    for name, module in _modules(model):
+    for name, module in modules_of(model):
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block, _ in found):
             children = list(module.named_children())
             kinds = {type(_inner(child)) for _, child in children}
@@ -91,14 +91,14 @@ def _largest_table(model: nn.Module, blocks: Iterable[Named]) -> list[Named]:
     inside = tuple(f"{name}." for name, _ in blocks)
     tables = [
         (name, module)
-        for name, module in _modules(model)
+        for name, module in modules_of(model)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not name.startswith(inside)
     ]
     return [max(tables, key=lambda pair: pair[1].num_embeddings)] if tables else []
 
 
 def _matching(model: nn.Module, patterns: list[str]) -> list[Named]:
-    modules = list(_modules(model))
+    modules = list(modules_of(model))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
             raise ConfigError(

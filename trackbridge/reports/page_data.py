@@ -43,6 +43,10 @@ STATISTICS: Mapping[str, tuple[str, bool]] = {
     "layer/<parameter>/exp_avg_sq_norm": ("second moment", False),
     "layer/<parameter>/grad_nonfinite": ("non-finite gradient elements", True),
     "act/<module>/nonfinite": ("non-finite activations", True),
+    "router/<module>/load_max": ("largest share of an expert", False),
+    "router/<module>/load_min": ("smallest share of an expert", True),
+    "router/<module>/load_entropy": ("evenness of the experts' load", True),
+    "expert/<module>/load_share": ("share of an expert", True),
 }
 """The catalogue's families of layers in the order in which the page offers them: what a reader calls the statistic, and whether
 it may be zero or negative, so that "times as large" would say nothing."""
