@@ -431,19 +431,21 @@ class Run:
         tokens: int | None = None,
         samples: int | None = None,
         sample_loss: Tensor | None = None,
+        padded: int | None = None,
     ) -> None:
         """One micro-batch under gradient accumulation. The step's loss is their mean, weighted by `tokens`. No sync.
 
-        `loss` is the micro-batch's mean loss, not divided by the number of micro-batches.
+        `loss` is the micro-batch's mean loss, not divided by the number of micro-batches; `padded`: `tokens` with the padding.
         """
         if self._inert() or not self._part.alive:
             return
         with self._used("micro"):
             value, tokens_read, samples_read = scalar("loss", loss), count("tokens", tokens), count("samples", samples)
+            padded_read = count("padded", padded)
             if sample_loss is not None and not (isinstance(sample_loss, Tensor) and sample_loss.is_floating_point()):
                 raise UsageError("sample_loss must be a floating-point tensor with one loss per sample")
             with self._part:
-                self._pace.consumed(tokens_read or 0.0, samples_read or 0.0)
+                self._pace.consumed(tokens_read or 0.0, samples_read or 0.0, padded_read or 0.0)
                 self._instruments.micro(value, tokens_read, sample_loss)
             self._accepted.add("micro")
 
@@ -459,6 +461,7 @@ class Run:
         sample_ids: Sequence[int | str] | None = None,
         skipped: bool | None = None,
         step: int | None = None,
+        padded: int | None = None,
     ) -> list[Anomaly]:
         """Close one optimizer step. Never waits for a device; returns the anomalies found since the last call.
 
@@ -471,6 +474,7 @@ class Run:
             batch, batch_index, sample_ids: the batch, where `run.batches` is not used.
             skipped: True if you skipped the update.
             step: your own step number; by default steps count from 0.
+            padded: `tokens` with the padding counted in, for the rate at which the device worked.
 
         Raises:
             UsageError: on the first call only, for a loss that is not a scalar and the like.
@@ -478,14 +482,14 @@ class Run:
         if self._inert() or not self._part.alive:
             return []
         given: dict[str, Tensor | float] = {}
-        consumed: tuple[float | None, float | None] = (None, None)
+        consumed: tuple[float | None, float | None, float | None] = (None, None, None)
         number = self._step
         with self._used("step"):  # each on its own: what is wrong is left out, the rest is kept
             given = losses(loss)
         with self._used("step"):
             given |= {} if grad_norm is None else {"grad/norm": scalar("grad_norm", grad_norm)}
         with self._used("step"):
-            consumed = count("tokens", tokens), count("samples", samples)
+            consumed = count("tokens", tokens), count("samples", samples), count("padded", padded)
         with self._used("step"):
             number = number if step is None else whole("step", step)
         self._accepted.add("step")
@@ -501,6 +505,7 @@ class Run:
         given: Mapping[str, Tensor | float],
         tokens: float | None,
         samples: float | None,
+        padded: float | None,
         skipped: bool | None,
         batch: Any,
         batch_index: int | None,
@@ -525,7 +530,7 @@ class Run:
         host.update(self._guarded)
         self._guarded = {}
         host.update(self._instruments.lr())
-        host.update(self._pace.close(tokens, samples, number))
+        host.update(self._pace.close(tokens, samples, number, padded))
         self._instruments.spent(host["perf/step_s"], host.get("perf/fetch_s", 0.0))
         host.update(self._spent(number, host["perf/step_s"]))
         host.update(self._meter.close(host["perf/step_s"], self._pace.consumed_tokens, steady=self._pace.steady))
