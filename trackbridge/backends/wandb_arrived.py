@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trackbridge.backends.wandb_file import RecordedRun, RunFile, run_files
+from trackbridge.backends.wandb_file import RecordedRun, RunFile, item_key, run_files
 from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
 from trackbridge.names import SEQ
 
@@ -98,31 +98,35 @@ class OnlineReader:
 
 
 class OfflineReader:
-    """Reads what is in the run files. Synchronises them to the disk before it says so."""
+    """Reads what is in the run files. Synchronises them to the disk before it says so.
+
+    Of a row's hundreds of values only its seq is looked at, of the summary only our own keys: reading back must not cost more
+    than writing.
+    """
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._files = [RunFile(path) for path in run_files(folder, run_id)]
-        self._run = RecordedRun()
+        self._run = RecordedRun()  # what is neither a row nor the summary
+        self._summary: dict[str, Any] = {}
+        self._rows = -1
         self.seen = Arrived()
 
     def first(self) -> Arrived:
         return self.read()
 
     def read(self) -> Arrived:
-        rows, artifacts = self.seen.rows, dict(self.seen.artifacts)
+        artifacts = dict(self.seen.artifacts)
         for file in self._files:
             for record in file.read():
-                self._run.add(record)
-        rows = max([rows, *(int(row[SEQ]) for row in self._run.history if SEQ in row)])
+                self._take(record)
         for artifact in self._run.artifacts:
             artifacts[int(artifact.metadata.get(SEQ, -1))] = None
-        self._run.history.clear()
         self._run.artifacts.clear()
         seen = Arrived(
-            rows=rows,
-            floor=int(self._run.summary.get(FLOOR, -1)),
+            rows=self._rows,
+            floor=int(self._summary.get(FLOOR, -1)),
             params=int(self._run.config.get(PARAMS, -1)),
-            anomalies=_anomalies(self._run.summary),
+            anomalies=_anomalies(self._summary),
             artifacts=artifacts,
             ended=self._run.exit_code is not None,
             answers=self.seen.answers + 1,
@@ -132,6 +136,23 @@ class OfflineReader:
                 os.fsync(handle.fileno())
         self.seen = seen
         return seen
+
+    def _take(self, record: Any) -> None:
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            found = (item for item in reversed(record.history.item) if item_key(item) == SEQ)  # we write it last
+            if (item := next(found, None)) is not None:
+                self._rows = max(self._rows, int(json.loads(item.value_json)))
+        elif kind == "summary":
+            text = record.summary.SerializeToString()  # W&B repeats every series there; ours are few, and rare
+            if FLOOR.encode() in text or ANOMALY.encode() in text:
+                for item in record.summary.update:
+                    if (name := item_key(item)).startswith((FLOOR, ANOMALY)):
+                        self._summary[name] = json.loads(item.value_json)
+            for item in record.summary.remove:
+                self._summary.pop(item_key(item), None)
+        else:
+            self._run.add(record)
 
 
 def _anomalies(summary: dict[str, Any]) -> dict[str, int]:

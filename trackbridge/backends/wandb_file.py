@@ -165,7 +165,7 @@ class RecordedRun:
         elif kind == "summary":
             self.summary.update(_values(record.summary.update))
             for item in record.summary.remove:
-                self.summary.pop(_key(item), None)
+                self.summary.pop(item_key(item), None)
         elif kind == "config":
             self.config.update(_values(record.config.update))
         elif kind == "run":
@@ -212,12 +212,13 @@ def _age(path: Path) -> tuple[str, int]:
     return stamp, int(last) if last.isdigit() and rest != path.stem.removeprefix("run-") else 0
 
 
-def _key(item: Any) -> str:
+def item_key(item: Any) -> str:
+    """The name of one value of a history, summary or config record."""
     return item.key or ".".join(item.nested_key)
 
 
 def _values(items: Iterable[Any]) -> dict[str, Any]:
-    return {_key(item): _number(json.loads(item.value_json)) for item in items}
+    return {item_key(item): _number(json.loads(item.value_json)) for item in items}
 
 
 def _number(value: Any) -> Any:
