@@ -30,6 +30,8 @@ class ParametersConfig(Section):
     gradients_every: int = Field(1, ge=0, description="norm, largest element and non-finite elements of each gradient")
     weights_every: int = Field(10, ge=0, description="weights move slowly; also measured at the first step")
     moments_every: int = Field(10, ge=0, description="Adam's first and second moment")
+    rows_every: int = Field(10, ge=0, description="looks for rows of weight matrices whose gradient stays zero")
+    checksums_every: int = Field(100, ge=0, description="of each parameter's bits, which ranks compare")
     histograms_every: int = Field(100, ge=0, description="of weights and gradients; also after an anomaly that gets a capsule")
 
 

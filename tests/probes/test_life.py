@@ -256,13 +256,13 @@ def test_two_models_in_one_backward_pass_are_timed_once(ticks: Ticks) -> None:
 def test_our_own_work_is_not_in_the_optimizers_time(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     from trackbridge.probes import reduce
 
-    norms = reduce.norms
+    change = reduce.change
 
-    def slow(tensors: Any) -> Tensor:
+    def slow(new: Any, old: Any = None) -> Any:
         ticks.now += 100
-        return norms(tensors)
+        return change(new, old)
 
-    monkeypatch.setattr(reduce, "norms", slow)
+    monkeypatch.setattr(reduce, "change", slow)
     model = Stack()
     lab = Lab(model, optimizer := sgd(model))
     train(model, optimizer, None, steps=1)
@@ -278,7 +278,8 @@ def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(moments, "add_on_cpu", broken)
-    monkeypatch.setattr(reduce, "norms", broken)
+    monkeypatch.setattr(reduce, "summary", broken)
+    monkeypatch.setattr(reduce, "change", broken)
     model = Stack()
     optimizer = sgd(model)
     instruments = Instruments(ParametersConfig(), ActivationsConfig())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trackbridge.probes import reduce
+from trackbridge.probes import cpu, reduce
 
 
 def true_norm(x: Tensor) -> float:
@@ -22,7 +22,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_norms_of_mixed_sizes(dtype: torch.dtype) -> None:
-    tensors = [randn(3), randn(100, 7).t(), randn(reduce.LARGE + 5), randn(()), randn(3 * reduce.CHUNK)]
+    tensors = [randn(3), randn(100, 7).t(), randn(cpu.PIECE + 5), randn(()), randn(3 * cpu.DOT + 1)]
     tensors = [tensor.to(dtype) for tensor in tensors]
     assert reduce.norms(tensors).tolist() == pytest.approx([true_norm(x) for x in tensors], rel=2e-6)
 

@@ -12,7 +12,9 @@ from trackbridge.detectors.episodes import Episode
 from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row, Schema
 
-_COUNTERS = ("/grad_nonfinite", "/nonfinite")
+_COUNTERS = ("/grad_nonfinite", "/weight_nonfinite", "/nonfinite")
+_TOTALS = ("grad/nonfinite", "param/nonfinite")
+UNLOCATED = "attribution unknown: all gradients are non-finite in every element, and were not counted before clipping"
 
 
 def counters(schema: Schema) -> IntArray:
@@ -20,7 +22,7 @@ def counters(schema: Schema) -> IntArray:
     return np.array(
         [
             i for i, name in enumerate(schema.names)
-            if name == "grad/nonfinite" or (name.startswith(("layer/", "act/")) and name.endswith(_COUNTERS))
+            if name in _TOTALS or (name.startswith(("layer/", "act/")) and name.endswith(_COUNTERS))
         ],
         np.int64,
     )  # fmt: skip
@@ -41,6 +43,16 @@ def broken(row: Row, counts: IntArray, only: IntArray | None) -> BoolArray:
         kept[only] = bad[only]
         return kept
     return bad
+
+
+def located(row: Row, bad: BoolArray) -> tuple[BoolArray, tuple[str, ...]]:
+    """`bad` without the gradients of single layers where ``grad/unlocated`` says that they do not tell where it began, and then
+    a note that says so."""
+    names = row.schema.names
+    if "grad/unlocated" not in names or not row.values[names.index("grad/unlocated")]:
+        return bad, ()
+    silent = np.array([name.startswith("layer/") and name.rpartition("/")[2].startswith("grad_") for name in names])
+    return bad & ~silent, (UNLOCATED,)
 
 
 def begin(name: str, row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tuple[str, ...]) -> Episode:

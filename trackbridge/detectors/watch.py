@@ -153,9 +153,10 @@ class Watch:
             del self._open["nonfinite"]
             return [episode.refreshed(recovered_after=row.step - episode.anomaly.onset)]
         fresh = episode is None
+        bad, notes = nonfinite.located(row, bad)
         if episode is None:
             episode = self._open["nonfinite"] = nonfinite.begin(
-                self._name_it(row, "nonfinite"), row, bad, self._expected, self._notes(row.step)
+                self._name_it(row, "nonfinite"), row, bad, self._expected, (*self._notes(row.step), *notes)
             )
             episode.join(self._precursors(row.step))
         if row.step <= episode.anomaly.step + self.settings.cascade_steps:

@@ -1,7 +1,8 @@
 """Gradient statistics of every parameter, of the gradient that the optimizer used: accumulated, unscaled, clipped.
 
 Measured just before `optimizer.step` runs. A parameter without a gradient has no value. Non-finite elements are counted
-before clipping where `clip_grad_norm_` is ours: afterwards one NaN has spread over every tensor.
+before clipping where `clip_grad_norm_` is ours: afterwards one NaN has spread over every tensor. Where that was not possible
+and every element of every gradient is non-finite, ``grad/unlocated`` says that the counts do not tell where it began.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, root_sum
-from trackbridge.probes.subject import Subject
+from trackbridge.probes.subject import Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
-STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite")
-TOTALS = ("grad/norm", "grad/norm_clipped", "grad/nonfinite")
+MEASURED = ("grad_norm", "grad_max", "grad_nonfinite", "grad_sum", "grad_nonzero")
+STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_mean", "grad_zeros")
+TOTALS = (
+    "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
+)  # fmt: skip
+VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 
 
@@ -44,6 +49,10 @@ class GradientProbe:
             Field("grad_norm", size, over_ranks="norm"),
             Field("grad_max", size),
             Field("grad_nonfinite", size, over_ranks="count"),
+            Field("grad_sum", size, over_ranks="count"),
+            Field("grad_nonzero", size, over_ranks="count"),
+            Field("param_size", size, "host", over_ranks="count"),
+            Field("grad_missing", size, "host"),  # an optimizer stepped without it
             Field("clip_norm", len(self._keys) + 1, over_ranks="clip"),  # of each model; the last of all models together
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
@@ -57,7 +66,11 @@ class GradientProbe:
         )
 
     def attach(self, slab: Slab) -> None:
-        self._norm, self._peak, self._nonfinite = (Rows(slab, name) for name in STATISTICS)
+        self._fields = tuple(Rows(slab, name) for name in MEASURED)
+        self._nonfinite = self._fields[2]
+        self._missing = slab.host_view("grad_missing")
+        self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
+        self._size = slab.host_view("param_size")
         self._clip_norm = slab.device_view("clip_norm")
         self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
         self._seen = slab.host_view("grad_seen")
@@ -73,6 +86,7 @@ class GradientProbe:
 
     def measure(self) -> None:
         self._scaled.clear()
+        self._size[:] = self._sizes
 
     def detach(self) -> None:
         pass
@@ -128,8 +142,8 @@ class GradientProbe:
         return rows, gradients, reduce.scale(gradients, factor, total)
 
     def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
-        norm, peak, bad = reduce.scaled_summary(partial)
-        for target, values in ((self._norm, norm), (self._peak, peak), (self._nonfinite, bad)):
+        for target, values in zip(self._fields, reduce.scaled_summary(partial), strict=True):
+            assert values is not None
             target.write(rows, values)
         self._counted[rows] = 1.0
         self._scaled |= {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
@@ -166,8 +180,12 @@ class GradientProbe:
             return
         place = 1.0 + self._subject.place(optimizer)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        members = ((row, parameter.grad) for row, parameter in self._subject.members(optimizer))
-        held = [(row, grad) for row, grad in members if grad is not None]
+        held = []
+        for row, parameter in self._subject.members(optimizer):
+            if parameter.grad is not None:
+                held.append((row, parameter.grad))
+            elif parameter.requires_grad:
+                self._missing[row] = 1.0
         if self._scaled and scale is None:
             known = [row for row, grad in held if self._is_scaled(row, grad)]
             self._seen[known] = self._held[known] = place
@@ -183,11 +201,10 @@ class GradientProbe:
         return then is not None and then[0] is gradient and then[1] == gradient._version
 
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
-        norm, peak, bad = summary
-        if scale is not None:
-            norm, peak = norm / scale, peak / scale
-        self._norm.write(rows, norm)
-        self._peak.write(rows, peak)
+        bad = summary.nonfinite
+        for place, values in ((0, summary.norm), (1, summary.peak), (3, summary.total)):
+            self._fields[place].write(rows, values if scale is None else values / scale)
+        self._fields[4].write(rows, summary.nonzero)
         if bad is not None:  # keeps what was counted before clipping
             new = [i for i, row in enumerate(rows) if not self._counted[row]]
             if len(new) == len(rows):
@@ -203,12 +220,33 @@ class GradientProbe:
         seen = (used > 0) & ~overflow[used]
         counted = (used > 0) | (stats["grad_counted"] > 0)
         dropped = bool(overflow.any() or stats["scale_fell"][0] > 0)
-        norm, peak, bad = (stats[name] for name in STATISTICS)
+        norm, peak, bad, added, nonzero = (stats[name] for name in MEASURED)
+        size = np.maximum(stats["param_size"], 1.0)
         whole = not ((stats["grad_held"] > 0) & (used == 0)).any()
         some = bool(seen.any()) and whole
-        totals = (self._before_clipping(stats, norm, seen), root_sum(norm, seen), float(bad[counted].sum()))
-        known = (some or ((stats["clip_seen"] > 0).any() and not dropped), some, counted.any() and whole)
-        return np.concatenate((totals, norm, peak, bad)), np.concatenate((np.array(known, bool), seen, seen, counted))
+        missing = (stats["grad_missing"] > 0) & (used == 0)
+        located = (stats["grad_counted"] > 0) | (bad < size)
+        silent = seen & (nonzero == 0)
+        totals = (
+            self._before_clipping(stats, norm, seen),
+            root_sum(norm, seen),
+            float(bad[counted].sum()),
+            float(not located[counted].any()),
+            float(silent.sum()),
+            float(_vanishing(norm / np.sqrt(size), seen & ~silent)),
+            float(missing.sum()),
+        )
+        known = (
+            some or ((stats["clip_seen"] > 0).any() and not dropped),
+            some,
+            counted.any() and whole,
+            totals[2] > 0 and whole,
+            some,
+            some,
+            (some or missing.any()) and whole and not dropped,
+        )
+        values = np.concatenate((totals, norm, peak, bad, added / size, 1.0 - nonzero / size))
+        return values, np.concatenate((np.array(known, bool), seen, seen, counted, seen, seen))
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
@@ -220,3 +258,9 @@ class GradientProbe:
             mine = seen & (self._owners == key)
             parts.append(clipped[place] if known[place] else root_sum(measured, mine))
         return math.hypot(*parts)
+
+
+def _vanishing(rms: FloatArray, of: BoolArray) -> int:
+    """How many gradients are tiny compared to the others."""
+    found = rms[of & np.isfinite(rms)]
+    return int((found < VANISHING * np.median(found)).sum()) if len(found) else 0

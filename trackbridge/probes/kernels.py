@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,attr-defined"
 # ruff: noqa: N803, N806
-"""Triton kernels for lists of tensors: one pass gives each one's norm, largest element and count of non-finite elements.
-Imported only where CUDA and Triton are.
+"""Triton kernels for lists of tensors: one pass gives each one's norm, largest element, count of non-finite elements, sum and
+count of elements that are not 0. Imported only where CUDA and Triton are.
 
 `summarise` only reads; `scale_and_summarise` multiplies the tensors as clipping does, and looks at them on the way. Every
 program leaves a partial result and a second kernel combines those of a tensor, in a fixed order and in float64: the same data
@@ -41,7 +41,7 @@ def _finite(x):
 
 @triton.jit
 def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr):
-    """Squared norms of `data` and of its difference to `old`, scaled; counts of non-finite elements and of NaN."""
+    """Squared norms of `data` and of its difference to `old`, scaled; counts of non-finite elements and of NaN; the sum."""
     lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     size = tl.zeros([ROWS], tl.float32)
     gap = tl.zeros([ROWS], tl.float32)
@@ -60,11 +60,13 @@ def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR:
     step = power_of_two(tl.max(gap, 0))
     squares = tl.zeros([ROWS], tl.float32)
     moved = tl.zeros([ROWS], tl.float32)
+    added = tl.zeros([ROWS], tl.float32)
     for begin in range(0, length, ROWS * VECTOR):
         inside = begin + lane < length
         x = tl.load(data + begin + lane, mask=inside, other=0.0).to(tl.float32)
         scaled = x / scale
         squares += tl.sum(scaled * scaled, 1)
+        added += tl.sum(scaled, 1)
         if OLD:
             d = (x - tl.load(old + begin + lane, mask=inside, other=0.0).to(tl.float32)) / step
             moved += tl.sum(d * d, 1)
@@ -75,6 +77,7 @@ def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR:
         tl.sum(moved, 0).to(tl.float64) * step64 * step64,
         tl.sum(bad, 0),
         tl.sum(nan, 0),
+        tl.sum(added, 0).to(tl.float64) * scale64,
     )
 
 
@@ -84,7 +87,8 @@ def _summarise(
     DTYPE: tl.constexpr, OLD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. Partial results: squared norm; largest element, or with OLD the squared norm of the difference; count.
+    """One chunk. Partial results: squared norm; largest element; count of non-finite elements; sum, or with OLD the squared
+    norm of the difference; count of elements that are not 0, not with OLD.
 
     GATED: nothing is read where `total` is finite. SCALED: the tensor is multiplied by `factor`; the results are those of the
     product, but the count is of the elements before it, and they are looked at only where `total` is not finite.
@@ -96,7 +100,7 @@ def _summarise(
         fine = _finite(tl.load(total).to(tl.float32))
     if GATED:  # noqa: SIM102 - the one is known when compiling, the other is not
         if fine:
-            for field in tl.static_range(3):
+            for field in tl.static_range(5):
                 tl.store(partials + field * programs + program, 0.0)
             return
     tensor = tl.load(owners + program)
@@ -114,7 +118,7 @@ def _summarise(
     if SCALED:
         by = tl.load(factor).to(tl.float32)
         if not fine:
-            _, _, bads, _ = _carefully(data, old, length, False, ROWS, VECTOR)
+            _, _, bads, _, _ = _carefully(data, old, length, False, ROWS, VECTOR)
             tl.debug_barrier()
     changes = by != 1.0
 
@@ -122,6 +126,8 @@ def _summarise(
     moved = tl.zeros([ROWS], tl.float32)
     largest = tl.zeros([ROWS], tl.float32)
     gap = tl.zeros([ROWS], tl.float32)
+    added = tl.zeros([ROWS], tl.float32)
+    nonzero = tl.zeros([ROWS], tl.int32)
     whole = length // BLOCK
     for block in range(whole):
         at = block * BLOCK + lane
@@ -137,6 +143,9 @@ def _summarise(
             d = x - tl.load(old + at).to(tl.float32)
             moved += tl.sum(d * d, 1)
             gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
+        else:
+            added += tl.sum(x, 1)
+            nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
     if whole * BLOCK < length:
         at = whole * BLOCK + lane
         inside = at < length
@@ -152,13 +161,17 @@ def _summarise(
             d = x - tl.load(old + at, mask=inside, other=0.0).to(tl.float32)
             moved += tl.sum(d * d, 1)
             gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
+        else:
+            added += tl.sum(x, 1)
+            nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
 
     square = tl.sum(squares, 0).to(tl.float64)
-    peak = tl.max(largest, 0)
+    largest_of_all = tl.max(largest, 0)
     risky = (square < float("inf")) == 0
-    if peak < SMALL and peak > 0:
+    if largest_of_all < SMALL and largest_of_all > 0:
         risky = True
-    other = peak.to(tl.float64)
+    peak = largest_of_all.to(tl.float64)
+    other = tl.sum(added.to(tl.float64), 0)
     if OLD:
         other = tl.sum(moved, 0).to(tl.float64)
         widest = tl.max(gap, 0)
@@ -166,42 +179,92 @@ def _summarise(
             risky = True
     if risky:
         tl.debug_barrier()
-        square, apart, bad, nan = _carefully(data, old, length, OLD, ROWS, VECTOR)
-        other = apart if OLD else tl.where(nan > 0, float("nan"), other)
+        square, apart, bad, nan, carefully_added = _carefully(data, old, length, OLD, ROWS, VECTOR)
+        peak = tl.where(nan > 0, float("nan"), peak)
+        other = apart if OLD else carefully_added
         if not SCALED:
             bads = bad
     tl.store(partials + program, square)
-    tl.store(partials + programs + program, other)
+    tl.store(partials + programs + program, peak)
     tl.store(partials + 2 * programs + program, bads.to(tl.float64))
+    tl.store(partials + 3 * programs + program, other)
+    tl.store(partials + 4 * programs + program, tl.sum(nonzero, 0).to(tl.float64))
 
 
 @triton.jit
 def _combine(firsts, counts, partials, result, tensors, programs, OLD: tl.constexpr, BLOCK: tl.constexpr):
-    """One tensor: norm from the squared norms of its chunks, largest element (or norm of the difference), count."""
+    """One program for each tensor, always in the same order."""
     tensor = tl.program_id(0)
     count = tl.load(counts + tensor)
     place = partials + tl.load(firsts + tensor)
-    a = tl.zeros([BLOCK], tl.float64)
-    b = tl.zeros([BLOCK], tl.float64)
-    c = tl.zeros([BLOCK], tl.float64)
+    squares = tl.zeros([BLOCK], tl.float64)
+    largest = tl.zeros([BLOCK], tl.float64)
+    bad = tl.zeros([BLOCK], tl.float64)
+    other = tl.zeros([BLOCK], tl.float64)
+    nonzero = tl.zeros([BLOCK], tl.float64)
     hidden = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         which = start + tl.arange(0, BLOCK)
         inside = which < count
-        a += tl.load(place + which, mask=inside, other=0.0)
-        second = tl.load(place + programs + which, mask=inside, other=0.0)
-        if OLD:
-            b += second
-        else:
-            hidden += tl.where(second == second, 0, 1)
-            b = tl.maximum(b, tl.where(second == second, second, 0.0))
-        c += tl.load(place + 2 * programs + which, mask=inside, other=0.0)
-    tl.store(result + tensor, tl.sqrt(tl.sum(a, 0)))
+        squares += tl.load(place + which, mask=inside, other=0.0)
+        peak = tl.load(place + programs + which, mask=inside, other=0.0)
+        hidden += tl.where(peak == peak, 0, 1)
+        largest = tl.maximum(largest, tl.where(peak == peak, peak, 0.0))
+        bad += tl.load(place + 2 * programs + which, mask=inside, other=0.0)
+        other += tl.load(place + 3 * programs + which, mask=inside, other=0.0)
+        nonzero += tl.load(place + 4 * programs + which, mask=inside, other=0.0)
+    tl.store(result + tensor, tl.sqrt(tl.sum(squares, 0)))
+    tl.store(result + tensors + tensor, tl.where(tl.sum(hidden, 0) > 0, float("nan"), tl.max(largest, 0)))
+    tl.store(result + 2 * tensors + tensor, tl.sum(bad, 0))
     if OLD:
-        tl.store(result + tensors + tensor, tl.sqrt(tl.sum(b, 0)))
+        tl.store(result + 3 * tensors + tensor, tl.sqrt(tl.sum(other, 0)))
     else:
-        tl.store(result + tensors + tensor, tl.where(tl.sum(hidden, 0) > 0, float("nan"), tl.max(b, 0)))
-    tl.store(result + 2 * tensors + tensor, tl.sum(c, 0))
+        tl.store(result + 3 * tensors + tensor, tl.sum(other, 0))
+    tl.store(result + 4 * tensors + tensor, tl.sum(nonzero, 0))
+
+
+@triton.jit
+def _checksum(pointers, sizes, owners, chunks, sums, WORD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """One chunk's part of a checksum: see `checksums`. Integers add up to the same in any order."""
+    program = tl.program_id(0)
+    tensor = tl.load(owners + program)
+    begin = tl.load(chunks + program).to(tl.int64) * CHUNK
+    length = tl.minimum(tl.load(sizes + tensor) - begin, CHUNK).to(tl.int32)
+    data = tl.load(pointers + tensor).to(tl.pointer_type(WORD)) + begin
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        word = tl.load(data + at, mask=at < length, other=0).to(tl.int64)
+        total += word * (2 * (begin + at) + 1)
+    tl.atomic_add(sums + tensor, tl.sum(total, 0))
+
+
+@triton.jit
+def _dead_rows(
+    pointers, quiet, heights, widths, owners, blocks, dead, after,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one matrix, read until each has shown an element that is not 0."""
+    program = tl.program_id(0)
+    tensor = tl.load(owners + program)
+    height = tl.load(heights + tensor)
+    width = tl.load(widths + tensor)
+    row = tl.load(blocks + program) * ROWS + tl.arange(0, ROWS)
+    inside = row < height
+    data = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE)) + row.to(tl.int64)[:, None] * width
+    alive = tl.zeros([ROWS], tl.int32)
+    begin = 0
+    waiting = 1
+    while (begin < width) & (waiting > 0):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(data + at[None, :], mask=inside[:, None] & (at < width)[None, :], other=0.0).to(tl.float32)
+        alive = tl.maximum(alive, tl.max(tl.where(x == 0, 0, 1), 1))
+        waiting = tl.sum(tl.where(inside & (alive == 0), 1, 0), 0)
+        begin += BLOCK
+    counter = tl.load(quiet + tensor).to(tl.pointer_type(tl.int32)) + row
+    looks = tl.where(alive > 0, 0, tl.load(counter, mask=inside, other=0) + 1)
+    tl.store(counter, looks, mask=inside)
+    tl.atomic_add(dead + tensor, tl.sum(tl.where(inside & (looks >= after), 1, 0), 0).to(tl.float64))
 
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -230,7 +293,7 @@ class Table:
         self.chunks = _upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
         self.firsts = _upload(firsts[:-1], torch.int32, device)
         self.counts = _upload(counts, torch.int32, device)
-        self.partials = torch.empty(3 * self.programs, dtype=torch.float64, device=device)
+        self.partials = torch.empty(5 * self.programs, dtype=torch.float64, device=device)
         self.chunk = CHUNK
         self.differs = False  # the partials are of tensors and of their differences to others
 
@@ -263,18 +326,18 @@ def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, unless_finite: Tensor | None = None) -> Tensor:
     """One pass over `tensors`, of one device and one dtype of `DTYPES`, none empty. Float64, without a sync.
 
-    Shape (3, k): norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements. With `old`,
-    tensors of the same shapes, (2, k): norms, norms of the differences. Where `unless_finite`, one element on the device, is
-    finite, nothing is read and all is 0.
+    Shape (5, k): norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements, sums, counts of
+    elements that are not 0. With `old`, tensors of the same shapes, (4, k): the first three, norms of the differences. Where
+    `unless_finite`, one element on the device, is finite, nothing is read and all is 0.
     """
     dense = [t if is_dense(t) else t.contiguous() for t in tensors]
     result = combine(_launch(dense, old=old, total=unless_finite, gated=unless_finite is not None))
-    return result if old is None else result[:2]
+    return result if old is None else result[:4]
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Table:
-    """Multiply dense `tensors` in place by `factor`, one element on their device. `combine` then gives, shape (3, k): norms and
-    largest absolute elements of the products; counts of non-finite elements before, which are looked for only where `total`,
+    """Multiply dense `tensors` in place by `factor`, one element on their device. `combine` then gives, shape (5, k), what
+    `summarise` does of the products, but counts of the non-finite elements before, which are looked for only where `total`,
     one element, is not finite.
 
     Elements are rounded once, as by `torch._foreach_mul_`: the same bits. Where the factor is 1 nothing is written.
@@ -309,12 +372,61 @@ def _launch(
 
 
 def combine(table: Table) -> Tensor:
-    """What the last pass found, float64, shape (3, k)."""
+    """What the last pass found, float64, shape (5, k); with differences the last row means nothing."""
     device = table.partials.device
-    result = torch.empty(3, table.tensors, dtype=torch.float64, device=device)
+    result = torch.empty(5, table.tensors, dtype=torch.float64, device=device)
     with on(device):
         _combine[(table.tensors,)](
             table.firsts, table.counts, table.partials, result, table.tensors, table.programs, OLD=table.differs,
             BLOCK=256, num_warps=2,
         )  # fmt: skip
     return result
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """`trackbridge.probes.checksums.checksums` of tensors of one dtype of `DTYPES`. Float64 (k,), without a sync."""
+    tensors = [tensor.contiguous() for tensor in tensors]  # in logical order
+    table = table_of(tensors)
+    sums = torch.zeros(table.tensors, dtype=torch.int64, device=table.partials.device)
+    word = tl.uint32 if tensors[0].element_size() == 4 else tl.uint16
+    with on(sums.device):
+        _checksum[(table.programs,)](
+            pointers_of(tensors), table.sizes, table.owners, table.chunks, sums, WORD=word, CHUNK=CHUNK, BLOCK=4096,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return (sums & ((1 << 53) - 1)).double()
+
+
+MATRIX_ROWS = 64  # rows of a matrix that one program looks at
+MATRIX_BLOCK = 32  # elements of each that it reads at once
+
+
+class Matrices:
+    """Which program looks at which rows of which matrix: fixed by their shapes."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        counts = [triton.cdiv(height, MATRIX_ROWS) for height, _ in shapes]
+        self.programs = sum(counts)
+        self.heights = _upload([height for height, _ in shapes], torch.int32, device)
+        self.widths = _upload([width for _, width in shapes], torch.int32, device)
+        self.owners = _upload(np.repeat(np.arange(len(shapes)), counts), torch.int32, device)
+        self.blocks = _upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
+
+
+@lru_cache(maxsize=64)
+def _matrices(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Matrices:
+    return Matrices(shapes, device)
+
+
+def dead_rows(gradients: Sequence[Tensor], quiet: Sequence[Tensor], after: int) -> Tensor:
+    """`trackbridge.probes.dead_rows.dead_rows` of gradients of one dtype of `DTYPES`. Float64 (k,), without a sync."""
+    gradients = [gradient.contiguous() for gradient in gradients]
+    device = gradients[0].device
+    matrices = _matrices(tuple((g.shape[0], g.numel() // g.shape[0]) for g in gradients), device)
+    dead = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    with on(device):
+        _dead_rows[(matrices.programs,)](
+            pointers_of(gradients), pointers_of(quiet), matrices.heights, matrices.widths, matrices.owners, matrices.blocks,
+            dead, after, DTYPE=DTYPES[gradients[0].dtype], ROWS=MATRIX_ROWS, BLOCK=MATRIX_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return dead

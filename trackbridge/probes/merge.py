@@ -5,6 +5,7 @@
 - moments: pairwise, as micro-batches are merged
 - shape: the mean over the ranks that have it (a positive number that does not depend on size, of other tokens on each rank)
 - top: the largest numbers, then what they belong to; what several ranks have counts once
+- largest: the maximum over the ranks that have the value
 - every: the least, so that it is there only where every rank has it
 - equal: numbers of replicas, which are compared; told: what that has found
 - sum, max; mean over the ranks that have the value; worst: the pair with the largest first number
@@ -68,6 +69,9 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: FloatArray, exchanged: In
                     value = stack.sum(0) / np.maximum((stack > 0).sum(0), 1)
                 case "top":
                     value = _largest(stack)
+                case "largest":
+                    seen = np.stack([part[f"{name}_seen"] for part in parts]) > 0
+                    value = np.where(seen.any(0), np.where(seen, stack, -np.inf).max(0), 0.0)
                 case "every":
                     value = stack.min(0)
                 case "equal":

@@ -10,19 +10,22 @@ does not matter. Sums over a chunk are in float32, sums of chunks in float64.
 from __future__ import annotations
 
 import math
-import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trackbridge.probes import cpu
 from trackbridge.probes.base import BoolArray
 from trackbridge.records import FloatArray
 
 N, MEAN, M2, M3, M4, MAX, NONFINITE, FIRES = range(8)
 WIDTH = 8
 CHUNK = 1 << 18  # elements: a chunk and its temporaries stay in the cache
+PIECE = 1 << 16  # the same for one core's own
+Moments: TypeAlias = "tuple[float, float, float, float, float]"
 STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nonfinite")
 
 
@@ -48,62 +51,43 @@ def merge(a: Any, b: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def add_on_cpu(y: Tensor, row: FloatArray) -> None:
-    """Merge the elements of `y`, a CPU tensor, into `row`, shape (WIDTH,)."""
+    """Merge the elements of `y`, a CPU tensor, into `row`, shape (WIDTH,). In the calling thread alone, see `cpu`."""
     flat = y.reshape(-1)
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = flat.float()
     row[FIRES] += 1
-    part, largest = _central(flat)
-    if not all(map(math.isfinite, part)):
-        bad = flat.numel() - int(torch.isfinite(flat).sum())
-        row[NONFINITE] += bad
-        if bad:
-            return
-    if flat.dtype == torch.float32 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
-        part, largest = _central(flat.double())
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        part, largest = _central(cpu.pieces(flat, PIECE))
+        if not all(map(math.isfinite, part)):
+            bad = flat.numel() - sum(int(np.isfinite(x).sum()) for x in cpu.pieces(flat))
+            row[NONFINITE] += bad
+            if bad:
+                return
+        if flat.dtype != torch.float64 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
+            part, largest = _central(cpu.pieces(flat.double(), PIECE))
     row[:MAX] = merge(row[:MAX].tolist(), part) if row[N] else part
     row[MAX] = max(float(row[MAX]), largest)
 
 
-def _central(x: Tensor) -> tuple[tuple[float, float, float, float, float], float]:
-    """(n, mean, M2, M3, M4) and the largest absolute value of a contiguous float tensor. Powers are taken and summed chunk by
-    chunk in the tensor's precision, in memory that stays: fresh pages for large temporaries cost more than the arithmetic."""
-    low, high = torch.aminmax(x)
-    mean = x.mean()
-    found = [low, high, mean]
-    for chunk in (x,) if len(x) <= CHUNK else torch.split(x, CHUNK):
-        deviations, squares = _workspace(len(chunk), x.dtype)
-        d = torch.sub(chunk, mean, out=deviations)
-        d2 = torch.mul(d, d, out=squares)
-        found += (torch.dot(d, d), torch.dot(d2, d), torch.dot(d2, d2))
-    least, most, middle, *powers = torch.stack(found).tolist()
-    largest = max(most, -least)
-    if least == most:
-        return (len(x), least, 0.0, 0.0, 0.0), largest
-    return (len(x), middle, sum(powers[::3]), sum(powers[1::3]), sum(powers[2::3])), largest
-
-
-class _Buffers(threading.local):
-    """Two buffers of CHUNK elements for each dtype, this thread's own, and views of them by length."""
-
-    def __init__(self) -> None:
-        self.whole: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        self.views: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-
-_buffers = _Buffers()
-
-
-def _workspace(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    views = _buffers.views.get((length, dtype))
-    if views is None:
-        if dtype not in _buffers.whole:
-            _buffers.whole[dtype] = torch.empty(CHUNK, dtype=dtype), torch.empty(CHUNK, dtype=dtype)
-        if len(_buffers.views) > 100:  # as many lengths as there are batches of different shape
-            _buffers.views.clear()
-        first, second = _buffers.whole[dtype]
-        views = _buffers.views[length, dtype] = first[:length], second[:length]
-    return views
+def _central(pieces: Iterable[cpu.Array]) -> tuple[tuple[float, float, float, float, float], float]:
+    """(n, mean, M2, M3, M4) and the largest absolute value of the elements of all `pieces`. Powers are of deviations from a
+    piece's own mean, and summed in the pieces' precision."""
+    whole: Moments = (0.0, 0.0, 0.0, 0.0, 0.0)
+    high, low = -math.inf, math.inf
+    for x in pieces:
+        n = len(x)
+        high, low = max(high, float(x.max())), min(low, float(x.min()))
+        shift = x.dtype.type(cpu.total(x) / n)
+        d = np.subtract(x, shift, out=cpu.buffers.get("deviations", n, x.dtype))
+        q = np.multiply(d, d, out=cpu.buffers.get("squares", n, x.dtype))
+        s1, s2, s3, s4 = cpu.total(d), cpu.total(q), cpu.dot(q, d), cpu.dot(q, q)
+        e = s1 / n  # what rounding the mean has left
+        m2 = max(s2 - e * s1, 0.0) if s2 == s2 else s2
+        m3 = s3 - 3 * e * s2 + 2 * e * e * s1
+        part = float(n), float(shift) + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e**3 * s1
+        whole = merge(whole, part) if whole[0] else part
+    largest = max(high, -low)
+    if low == high:
+        return (whole[0], low, 0.0, 0.0, 0.0), largest
+    return whole, largest
 
 
 def add_on_device(y: Tensor, row: Tensor) -> None:

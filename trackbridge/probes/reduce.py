@@ -1,4 +1,4 @@
-"""Reductions over lists of tensors: L2 norm, largest absolute element, count of non-finite elements.
+"""Reductions over lists of tensors: L2 norm, largest absolute element, sum, counts of elements that are not finite or not 0.
 
 Each takes non-empty dense real tensors of one device and one dtype, and returns float64 of shape (k,) on that device (float32
 where there is no float64). On the CPU the result is a function of the tensor alone: the same tensor gives the same bits.
@@ -9,44 +9,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-Summary: TypeAlias = "tuple[Tensor, Tensor, Tensor | None]"
+from trackbridge.probes import cpu
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
-CHUNK = 1 << 15
-LARGE = 1 << 18  # on the CPU vector_norm keeps eight float32 sums: 1e-6 off at this size, 4e-4 at ten million elements
+
+
+class Summary(NamedTuple):
+    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN."""
+
+    norm: Tensor
+    peak: Tensor
+    nonfinite: Tensor | None
+    total: Tensor
+    nonzero: Tensor
+
+
+class Change(NamedTuple):
+    """Of tensors now, and the norms of their differences to what they were (None where that is not known). Each (k,)."""
+
+    norm: Tensor
+    peak: Tensor
+    nonfinite: Tensor
+    moved: Tensor | None
 
 
 def summary(tensors: Sequence[Tensor]) -> Summary:
-    """Norms, peaks and counts of non-finite elements, each (k,). The counts are None when all are known to be zero."""
+    """One pass on the CPU and on CUDA."""
     kernels = kernels_for(tensors[0])
     if kernels is not None:
-        norm, peak, bad = kernels.summarise(tensors).unbind()
-        return norm, peak, bad
-    norm, peak = norms(tensors), peaks(tensors)
-    if norm.device.type != "cpu":
-        return norm, peak, nonfinites(tensors)
-    suspects = np.flatnonzero(~np.isfinite(norm.numpy())).tolist()  # reading a CPU tensor is no synchronisation
-    if not suspects:
-        return norm, peak, None
-    bad = torch.zeros_like(norm)
-    bad[suspects] = nonfinites([tensors[i] for i in suspects])
-    return norm, peak, bad
+        return Summary(*kernels.summarise(tensors).unbind())
+    if tensors[0].device.type != "cpu":
+        return Summary(norms(tensors), peaks(tensors), nonfinites(tensors), _totals(tensors), _nonzeros(tensors))
+    found = cpu.summarise(tensors, sums=True)
+    norm, peak, bad, total, nonzero = torch.from_numpy(found).unbind()
+    return Summary(norm, peak, bad if found[2].any() else None, total, nonzero)  # reading a CPU tensor is no synchronisation
 
 
-def norms_and_differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norms of `new` and of ``new - old``, each (k,). May overwrite `old`."""
+def change(new: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> Change:
+    """Of `new`, and of ``new - old``. May overwrite `old`."""
     kernels = kernels_for(new[0])
     if kernels is not None:
-        norm, moved = kernels.summarise(new, old).unbind()
-        return norm, moved
-    found = norms(new)
+        return Change(*kernels.summarise(new, old)[: 3 if old is None else 4].unbind(), *([None] if old is None else []))
+    if new[0].device.type == "cpu":
+        return Change(*torch.from_numpy(cpu.summarise(new, old)).unbind(), *([None] if old is None else []))
+    found = norms(new), peaks(new), nonfinites(new)
+    if old is None:
+        return Change(*found, None)
     torch._foreach_sub_(list(old), list(new))
-    return found, norms(old)
+    return Change(*found, norms(old))
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
@@ -69,12 +84,11 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Any:
     return kernels.scale(tensors, factor, total)
 
 
-def scaled_summary(partial: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms and peaks after, counts of non-finite elements before; each (k,)."""
+def scaled_summary(partial: Any) -> Summary:
+    """Of the tensors after it, but counts of non-finite elements before."""
     kernels = _kernels()
     assert kernels is not None
-    norm, peak, bad = kernels.combine(partial).unbind()
-    return norm, peak, bad
+    return Summary(*kernels.combine(partial).unbind())
 
 
 @cache
@@ -96,24 +110,14 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norms. Finite wherever the true norm is a finite float64."""
-    first = tensors[0]
-    dtype = None if first.dtype in (torch.float32, torch.float64) else torch.float32
-    if first.device.type != "cpu":
-        kernels = kernels_for(first)
-        if kernels is not None:
-            return kernels.summarise(tensors)[0]  # type: ignore[no-any-return]
-        return _widest(torch.stack(_foreach_norm(tensors, dtype)))
-    result = torch.empty(len(tensors), dtype=torch.float64)
-    small = [i for i, tensor in enumerate(tensors) if tensor.numel() <= LARGE]
-    if small:
-        found = torch.stack(_foreach_norm([tensors[i] for i in small], dtype)).double()
-        result[small] = found
-    for i, tensor in enumerate(tensors):
-        if tensor.numel() > LARGE:
-            result[i] = _large_norm(tensor)
-    _mend(result.numpy(), tensors)
-    return result
+    """L2 norms. Finite wherever the true norm is a finite float64 (on devices without kernels: float32)."""
+    if tensors[0].device.type == "cpu":
+        return torch.from_numpy(cpu.norms(tensors))
+    kernels = kernels_for(tensors[0])
+    if kernels is not None:
+        return kernels.summarise(tensors)[0]  # type: ignore[no-any-return]
+    dtype = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
+    return _widest(torch.stack(list(torch._foreach_norm(list(tensors), 2, dtype=dtype))))
 
 
 def peaks(tensors: Sequence[Tensor]) -> Tensor:
@@ -134,25 +138,13 @@ def nonfinites(tensors: Sequence[Tensor], total: Tensor | None = None) -> Tensor
     return _widest(sizes.to(counts.device, non_blocking=True) - counts)
 
 
-def _foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+def _totals(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return _widest(torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]))
 
 
-def _large_norm(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    whole = flat.numel() // CHUNK * CHUNK
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    parts = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK), dim=1, dtype=wide).double()
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).reshape(1)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat((parts, rest)))
-    return norm
-
-
-def _mend(found: np.ndarray, tensors: Sequence[Tensor]) -> None:
-    """Redo in float64 what float32 squares may have overflowed or lost."""
-    for i in np.flatnonzero(~((found > 1e-15) & np.isfinite(found))).tolist():
-        if tensors[i].dtype != torch.float64:
-            found[i] = torch.linalg.vector_norm(tensors[i], dtype=torch.float64).item()
+def _nonzeros(tensors: Sequence[Tensor]) -> Tensor:
+    return _widest(torch.stack([torch.count_nonzero(tensor) for tensor in tensors]))
 
 
 def _widest(tensor: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 COPY_BYTES = 1 << 30
-STATISTICS = ("weight_norm", "exp_avg_norm", "exp_avg_sq_norm", "update_ratio")
-TOTALS = ("param/norm", "optim/exp_avg_norm", "optim/exp_avg_sq_norm", "optim/update_ratio")
+STATISTICS = ("weight_norm", "weight_rms", "weight_max", "weight_nonfinite", "exp_avg_norm", "exp_avg_sq_norm", "update_ratio")
+TOTALS = ("param/norm", "param/nonfinite", "optim/exp_avg_norm", "optim/exp_avg_sq_norm", "optim/update_ratio")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Groups = list[tuple[list[int], list[Tensor]]]
 
@@ -44,6 +44,8 @@ class WeightProbe:
         size = len(subject.parameters)
         self.fields: tuple[Field, ...] = (
             *(Field(f"{name}_norm", size, over_ranks="norm") for name in ("weight", "update", *MOMENTS)),
+            Field("weight_max", size),
+            Field("weight_nonfinite", size, over_ranks="count"),
             *(Field(f"{name}_seen", size, "host") for name in ("weight", "update", *MOMENTS)),
             Field("weight_held", size, "host"),
             Field("moment_held", size, "host"),
@@ -56,6 +58,7 @@ class WeightProbe:
     def attach(self, slab: Slab) -> None:
         kinds = ("weight", "update", *MOMENTS)
         self._norm = {kind: Rows(slab, f"{kind}_norm") for kind in kinds}
+        self._peak, self._nonfinite = Rows(slab, "weight_max"), Rows(slab, "weight_nonfinite")
         self._seen = {kind: slab.host_view(f"{kind}_seen") for kind in kinds}
         self._held = slab.host_view("weight_held"), slab.host_view("moment_held")
 
@@ -88,14 +91,14 @@ class WeightProbe:
         copies = self._copies.pop(id(optimizer), [])
         if self._gate.due(self._weights_every):
             now = alike((row, p.detach()) for row, p in self._subject.members(optimizer) if p.requires_grad)
-            if [rows for rows, _ in copies] == [rows for rows, _ in now]:
-                for (rows, new), (_, old) in zip(now, copies, strict=True):
-                    weights, updates = reduce.norms_and_differences(new, old)
-                    self._write("weight", rows, weights)
-                    self._write("update", rows, updates)
-            else:
-                for rows, tensors in now:
-                    self._write("weight", rows, reduce.norms(tensors))
+            known = [rows for rows, _ in copies] == [rows for rows, _ in now]
+            for place, (rows, tensors) in enumerate(now):
+                found = reduce.change(tensors, copies[place][1] if known else None)
+                self._write("weight", rows, found.norm)
+                self._peak.write(rows, found.peak)
+                self._nonfinite.write(rows, found.nonfinite)
+                if found.moved is not None:
+                    self._write("update", rows, found.moved)
         if self._gate.due(self._moments_every):
             for kind in MOMENTS:
                 for rows, tensors in alike(_states(self._subject, optimizer, kind)):
@@ -107,12 +110,13 @@ class WeightProbe:
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         seen = {kind: stats[f"{kind}_seen"] > 0 for kind in ("weight", "update", *MOMENTS)}
-        weight, update = stats["weight_norm"], stats["update_norm"]
+        weight, update, bad = stats["weight_norm"], stats["update_norm"], stats["weight_nonfinite"]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = update / weight
             whole = root_sum(weight, seen["weight"])
             totals = (
                 whole,
+                float(bad[seen["weight"]].sum()),
                 root_sum(stats["exp_avg_norm"], seen["exp_avg"]),
                 root_sum(stats["exp_avg_sq_norm"], seen["exp_avg_sq"]),
                 np.float64(root_sum(update, seen["update"])) / whole,
@@ -120,13 +124,16 @@ class WeightProbe:
         weights, moments = stats["weight_held"] > 0, stats["moment_held"] > 0
         known = (
             _covers(seen["weight"], weights),
+            _covers(seen["weight"], weights),
             _covers(seen["exp_avg"], moments),
             _covers(seen["exp_avg_sq"], moments),
             _covers(seen["update"], weights) and whole != 0.0,
         )
-        values = np.concatenate((totals, weight, stats["exp_avg_norm"], stats["exp_avg_sq_norm"], ratio))
+        rms = weight / np.sqrt(np.maximum(stats["param_size"], 1.0))
         moving = seen["update"] & (weight != 0.0)
-        return values, np.concatenate((known, seen["weight"], seen["exp_avg"], seen["exp_avg_sq"], moving))
+        values = (totals, weight, rms, stats["weight_max"], bad, stats["exp_avg_norm"], stats["exp_avg_sq_norm"], ratio)
+        present = (known, *[seen["weight"]] * 4, seen["exp_avg"], seen["exp_avg_sq"], moving)
+        return np.concatenate(values), np.concatenate(present)
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -15,7 +15,9 @@ _F32_MANTISSA = 24
 # Times, sizes and counts belong to one process; the norm before clipping is only known where run.clip_grad_norm_ was used, and
 # grad/norm_clipped says the same of the gradient that mattered; single samples are known to run.micro only.
 _NOT_COMPARED = ("perf/", "mem/", "host/", "trackbridge/", "anomaly/", "nonfinite/", "ranks/", "train/sample_")
-_NOT_COMPARED_EXACT = frozenset({"grad/norm", "train/tokens", "optim/applied", "optim/skipped"})
+_NOT_COMPARED_EXACT = frozenset({"grad/norm", "train/tokens", "optim/applied", "optim/skipped", "grad/unlocated"})
+# Counts over a threshold, of more steps than a replay has, or of another use of the bits that are compared anyway.
+_NOT_COMPARED_END = ("/dead_rows", "/checksum", "/replicas_differ", "grad/zero", "grad/vanishing", "/grad_zeros", "/grad_mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def ulps(a: float, b: float) -> float:
 
 def comparable(series: str) -> bool:
     series = series.removesuffix(LOCAL)
-    return not series.startswith(_NOT_COMPARED) and series not in _NOT_COMPARED_EXACT
+    return not series.startswith(_NOT_COMPARED) and series not in _NOT_COMPARED_EXACT and not series.endswith(_NOT_COMPARED_END)
 
 
 _TOTALS = {
