@@ -400,13 +400,18 @@ class StartHook:
 
 def _consumed(step: _Open) -> tuple[list[RawMicro], list[RawMicro]]:
     """(the step's own batches, those fetched ahead). A batch after whose fetch no forward pass ran was not used in this
-    step, if forward passes are seen at all: the loop fetches the next batch before it closes the step."""
+    step, if forward passes are seen at all: the loop fetches the next batch before it closes the step. A batch that no feed
+    fetched was told of just before its use."""
     ahead = len(step.micros)
-    while step.forwards and ahead and step.micros[ahead - 1].forwards == step.forwards:
+    while step.forwards and ahead and step.micros[ahead - 1].forwards == step.forwards and _fed(step.micros[ahead - 1]):
         ahead -= 1
     # Its fetch lies before the start of the step that will use it.
     later = [replace(micro, before=None, after=None, forwards=0) for micro in step.micros[ahead:]] if step.forwards else []
     return (step.micros[:ahead] if step.forwards else step.micros), later
+
+
+def _fed(micro: RawMicro) -> bool:
+    return micro.fetch is not None and micro.fetch.loader is not None
 
 
 def _identified(micro: RawMicro, index: int | None, sample_ids: Sequence[int | str] | None) -> RawMicro:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
 
 import trackbridge
 from tests.integrations.lightning_kit import ACCUMULATE, BAD, STEPS, Lit, callback, fit, loss_of, state
@@ -61,7 +57,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_series_are_the_plain_loops(recorded: Path, plain: Path) -> None:
     ours, theirs = trackbridge.load(recorded), trackbridge.load(plain)
-    assert set(ours.names) == set(theirs.names)
+    passes = {"perf/forward_s", "perf/backward_s", "perf/flops_per_s"}  # the plain loop calls only a part of what it watches
+    assert set(ours.names) == set(theirs.names) | passes
     for name in ours.names:
         if name.startswith(("perf/", "host/", "trackbridge/")):
             continue

@@ -76,6 +76,7 @@ class Meter:
         self._known: dict[Any, Known | None] = {}  # None: cannot be counted
         self._passes: list[Any] = []
         self._running: tuple[Any, Counting] | None = None
+        self._inside: dict[int, int] = {}  # calls of each model under way
         self._handles: list[Any] = []
         self._peak: Peak | None = None
         self._device = ""
@@ -106,6 +107,9 @@ class Meter:
         self._handles.clear()
 
     def entered(self, number: int, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside[number] = self._inside.get(number, 0) + 1
+        if self._inside[number] > 1:  # a model that calls itself: Lightning's `training_step` through `forward`
+            return
         key = (number, _shapes(args, kwargs))
         self._passes.append(key)
         if key in self._known or self._running is not None or self._config.flops_per_token is not None:
@@ -123,7 +127,10 @@ class Meter:
         self._running = key, Counting(full_attention=self._config.full_attention)
         self._running[1].__enter__()  # type: ignore[no-untyped-call]
 
-    def left(self, *, whole: bool) -> None:
+    def left(self, number: int, *, whole: bool) -> None:
+        self._inside[number] = max(self._inside.get(number, 0) - 1, 0)
+        if self._inside[number]:
+            return
         running = self._stop()
         if running is None or not whole:
             return
@@ -137,6 +144,7 @@ class Meter:
         """The step ends: ``perf/flops_per_s``, and MFU and HFU where the device is known. Empty where a pass is unknown, and
         in a step that is not `steady`: the first one, one that compiled."""
         passes, self._passes = self._passes, []
+        self._inside.clear()
         if not steady or seconds <= 0:
             return {}
         per_token = self._config.flops_per_token
@@ -259,6 +267,6 @@ class _Leave(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         meter = self._meter
-        if not torch.compiler.is_compiling() and id(module) == self._model and meter._running is not None:
+        if self._live(module) or (id(module) == self._model and meter._running is not None):
             with meter._part:
-                meter.left(whole=output is not None)
+                meter.left(self._number, whole=output is not None)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class Training:
         self._updates = trainer.global_step
         self._stepped: set[str] = set()  # of the step under way: optimizers that really stepped
         self._norms: dict[str, Tensor] = {}
+        self._through_forward = _may_pass_through_forward(trainer.strategy, module)
         watched = optimizers_of(trainer)
         self._keys = {id(optimizer): key for key, optimizer in watched.items()}
         self._losses = Losses(list(watched))
@@ -64,6 +66,8 @@ class Training:
     def close(self) -> None:
         """Every method is what it was."""
         self._wires.cut()
+        if self._through_forward:
+            vars(self._module).pop("forward", None)
         for handle in self._handles:
             handle.remove()
         self._batch = None
@@ -121,8 +125,14 @@ class Training:
     # what is replaced
 
     def _training_step(self, original: Method) -> Method:
+        strategy, module = self._trainer.strategy, self._module
+
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+            if self._through_forward:
+                with strategy.precision_plugin.train_step_context():
+                    output = strategy._forward_redirection(module, module, "training_step", *args, **kwargs)
+            else:
+                output = original(*args, **kwargs)
             if self._part.alive:
                 with self._part:
                     self._returned(loss_of(output))
@@ -185,3 +195,21 @@ class Training:
 
     def _key(self, optimizer: Any) -> str:
         return self._keys.get(id(getattr(optimizer, "optimizer", optimizer)), "")
+
+
+def _may_pass_through_forward(strategy: Any, module: Any) -> bool:
+    """Whether a module's `training_step` may be called through its ``forward``, as Lightning itself does under DDP: then the
+    time of the forward and backward passes and their FLOPs are known although a `training_step` calls only submodules.
+
+    Not where another strategy has its own way, where the module is compiled, where somebody else's hooks on it would be called
+    that are not called otherwise, nor in manual optimization, where `training_step` is the backward pass as well.
+    """
+    return (
+        module.automatic_optimization
+        and strategy.model is module
+        and type(strategy).training_step is Strategy.training_step
+        and "forward" not in vars(module)
+        and getattr(module, "_compiler_ctx", None) is None
+        and getattr(module, "_compiled_call_impl", None) is None
+        and not any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
+    )
