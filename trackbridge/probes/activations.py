@@ -14,9 +14,10 @@ from torch import nn
 
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import Part
+from trackbridge.probes.attention import After, Around, Attention, Watching
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.forward_hooks import Counted, Look, OutputHook, install
-from trackbridge.probes.gates import OUTPUTS, Gates
+from trackbridge.probes.gates import LOGITS, OUTPUTS, Gates
 from trackbridge.probes.routers import Routers
 from trackbridge.probes.site_statistics import Sites
 from trackbridge.probes.subject import Subject
@@ -46,7 +47,8 @@ class ActivationProbe:
         self._inside = config.inside_compiled
         self._sites = Sites(subject, config, self._gates)
         self._routers = Routers(subject, config)
-        self._kinds: tuple[Kind, ...] = (self._sites, self._routers)
+        self._attention = Attention(subject, config, self._gates)
+        self._kinds: tuple[Kind, ...] = (self._sites, self._routers, self._attention)
         self.fields: tuple[Field, ...] = (
             Field("activations_due", 1, "host"),
             self._gates.field,
@@ -66,7 +68,16 @@ class ActivationProbe:
         for targets in (self._sites.targets, self._routers.targets):
             for module, model, look in targets:
                 self._hook(module, model, look)
+        for block, model, mode in self._attention.targets:
+            self._surround(block, model, mode)
         self.gate()
+
+    def _surround(self, block: nn.Module, model: nn.Module, mode: Watching) -> None:
+        around = Around(self._gates.valves[LOGITS], block, model, mode, inside_compiled=self._inside)
+        after = After(around, block, model)
+        self._hooks.append(around)
+        self._handles.append(block.register_forward_pre_hook(around))
+        self._handles.append(block.register_forward_hook(after, always_call=True))
 
     def _hook(self, module: nn.Module, model: nn.Module, look: Look) -> None:
         hook = OutputHook(self._gates.valves[OUTPUTS], module, model, look, inside_compiled=self._inside)
@@ -97,6 +108,7 @@ class ActivationProbe:
         self._hooks.clear()
         self._sites.targets.clear()
         self._routers.targets.clear()
+        self._attention.targets.clear()
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         found = [kind.finalize(stats) for kind in self._kinds]

@@ -18,8 +18,9 @@ KINDS = 3
 
 
 class Gates:
-    """`due`: by kind, whether the current step has it; `opened`: whether it had at any moment of the step. The valves say the
-    same to hooks. On the device the kinds are elements of one field, set in one operation, without a sync."""
+    """`due`: by kind, whether the current step has it; `opened`: whether it had at any moment of the step; `closed`: a backward
+    pass is under way. The valves say the same to hooks. On the device the kinds are elements of one field, set in one
+    operation, without a sync."""
 
     FIELD = "activations_gate"
 
@@ -28,6 +29,7 @@ class Gates:
         self._every = (config.every, config.channels_every, config.attention_every)
         self.due = [False] * KINDS
         self.opened = [False] * KINDS
+        self.closed = False
         self.valves = [Valve(part) for _ in range(KINDS)]
         self.field = Field(self.FIELD, KINDS + 1, lasting=True)
 
@@ -49,6 +51,7 @@ class Gates:
 
     def set(self, *, closed: bool = False) -> None:
         """Tell compiled regions; `closed` to all kinds."""
+        self.closed = closed
         number = 0 if closed else sum(due << (KINDS - 1 - kind) for kind, due in enumerate(self.due))
         self._switches.copy_(self._states[number])
 

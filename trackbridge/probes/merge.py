@@ -70,7 +70,7 @@ def merge_ranks(slab: Slab, copies: FloatArray, ranks: FloatArray, exchanged: In
                 case "top":
                     value = _largest(stack)
                 case "largest":
-                    seen = np.stack([part[f"{name}_seen"] for part in parts]) > 0
+                    seen = parts[f"{name}_seen"] > 0
                     value = np.where(seen.any(0), np.where(seen, stack, -np.inf).max(0), 0.0)
                 case "every":
                     value = stack.min(0)

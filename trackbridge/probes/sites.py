@@ -46,6 +46,11 @@ def embedding(model: nn.Module) -> list[Named]:
     return _largest_table(model, _blocks(model))
 
 
+def blocks(model: nn.Module) -> list[Named]:
+    """The blocks of a model, inside of their wrappers; none where it has no list of them."""
+    return [(name, _inner(block)) for name, block in _lists_of_blocks(model)]
+
+
 def modules_of(model: nn.Module) -> Iterator[Named]:
     """Every module but wrappers, by clean name."""
     seen: set[str] = set()
@@ -57,6 +62,10 @@ def modules_of(model: nn.Module) -> Iterator[Named]:
 
 
 def _blocks(model: nn.Module) -> list[Named]:
+    return _lists_of_blocks(model) or list(_children(model, ""))
+
+
+def _lists_of_blocks(model: nn.Module) -> list[Named]:
     found: list[Named] = []
     for name, module in modules_of(model):
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block, _ in found):
@@ -64,7 +73,7 @@ def _blocks(model: nn.Module) -> list[Named]:
             kinds = {type(_inner(child)) for _, child in children}
             if len(children) > 1 and len(kinds) == 1 and any(True for _ in children[0][1].children()):
                 found += [(f"{name}.{child_name}", child) for child_name, child in children]
-    return found or list(_children(model, ""))
+    return found
 
 
 def _children(module: nn.Module, above: str) -> Iterator[Named]:

@@ -35,6 +35,7 @@ STATISTICS: Mapping[str, tuple[str, bool]] = {
     "layer/<parameter>/update_ratio": ("relative update", False),
     "layer/<parameter>/grad_max": ("largest gradient element", False),
     "act/<module>/channel_kurtosis": ("kurtosis over channels", False),
+    "act/<module>/sampled_logit_max": ("largest attention logit of some queries", True),
     "act/<module>/max": ("largest activation", False),
     "act/<module>/rms": ("activation RMS", False),
     "act/<module>/std": ("activation standard deviation", False),
