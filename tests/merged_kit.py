@@ -152,6 +152,23 @@ def broken() -> None:
     run.finish()
 
 
+def corrupted() -> None:
+    """One bit of one weight flips on the last rank, before the third step; the loss hardly minds."""
+    run = started("corrupted", parameters={"checksums_every": 1, "weights_every": 0, "moments_every": 0, "histograms_every": 0})
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    run.watch(model, optimizer)
+    for step, x in enumerate(mine()):
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            model.module.last.weight.detach().view(torch.int32)[0, 0] ^= 1
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss)
+    run.finish()
+
+
 def left() -> None:
     """The last rank dies in silence after the second step; rank 0 has four."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -166,7 +183,7 @@ def left() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
-    for case in (ddp, fsdp, fsdp_clipped_by_the_user, hybrid, tensor_parallel, experts, tokens, broken, left)
+    for case in (ddp, fsdp, fsdp_clipped_by_the_user, hybrid, tensor_parallel, experts, tokens, broken, corrupted, left)
 }
 
 if __name__ == "__main__":

@@ -48,14 +48,16 @@ def single(world: int, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 
 
 def compared(record: RunRecord) -> dict[str, list[float]]:
-    """Every series that does not belong to one process, by step. The kurtosis over channels is the ranks' mean by its rule."""
-    apart = ("perf/", "mem/", "host/", "trackbridge/", "ranks/")
-    names = [n for n in record.names if not n.startswith(apart) and not n.endswith("/channel_kurtosis")]
+    """Every series that does not belong to one process, by step. The kurtosis over channels is the ranks' mean by its rule, and
+    rounding is in a checksum."""
+    apart = ("perf/", "mem/", "host/", "trackbridge/", "ranks/", "param/replicas_differ")
+    ends = ("/channel_kurtosis", "/checksum", "/checksum_local")
+    names = [n for n in record.names if not n.startswith(apart) and not n.endswith(ends)]
     return {name: record.series(name)[1].tolist() for name in names}
 
 
 def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
-    assert found.keys() == wanted.keys()
+    assert found.keys() - wanted.keys() == wanted.keys() - found.keys() == set()
     for name, values in wanted.items():
         assert found[name] == pytest.approx(values, rel=3e-5, abs=1e-6), name
 
@@ -115,6 +117,17 @@ def test_one_ranks_nan_is_seen_and_named(runs: Path, world: int) -> None:
     assert record.series("act/first/nonfinite")[1][1] > 0
     (anomaly,) = [anomaly for anomaly in record.anomalies if anomaly.kind == "nonfinite"]
     assert anomaly.ranks == (1,) and anomaly.series == "train/loss"
+
+
+def test_a_flipped_bit_on_one_rank_is_an_anomaly_that_says_where(runs: Path, world: int) -> None:
+    """Silent corruption: no loss tells it, the replicas' checksums do. Of two ranks nobody knows which one is right."""
+    record = trackbridge.load(runs / "corrupted")
+    assert record.series("param/replicas_differ")[1].tolist() == [0.0, 0.0, 1.0]
+    (anomaly,) = record.anomalies
+    assert (anomaly.kind, anomaly.step, anomaly.series) == ("divergence", 2, "param/replicas_differ")
+    assert anomaly.notes[0].startswith("hardware-fault: 1 parameters differ") and "since step 1" in anomaly.notes[0]
+    assert anomaly.notes[1] == ("in last.weight; rank 2 stands alone" if world == 3 else "in last.weight")
+    assert anomaly.ranks == ((2,) if world == 3 else (0,))
 
 
 def test_a_rank_that_died_leaves_rows_that_say_so(runs: Path, world: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from trackbridge.names import LOCAL, is_wide
 from trackbridge.notices import private
 from trackbridge.probes import moments
 from trackbridge.probes.session import Reading
-from trackbridge.records import Row, RunInfo, Schema, StepContext
+from trackbridge.records import Anomaly, Row, RunInfo, Schema, StepContext
 from trackbridge.rowmaker import RowMaker
 from trackbridge.shares import LOSS, Share, by_name
 
@@ -34,16 +34,29 @@ WAITING_BYTES = 64 << 20
 """Rows that the leader holds back at most; beyond it the oldest is written as it is."""
 IMPATIENT = 1.0  # seconds that are waited for ranks which were late for the row before
 LOOK = (0.0005, 0.1)  # seconds between two questions to the store: at first, and at most
+REPLICAS = "param/replicas_differ"
+NAMED = 3  # parameters that a note names
 RANKS_PER_LOOK = 64  # so many ranks more, so much longer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concluded:
-    """A row that may be judged and written. `broken` are the ranks whose own loss or activations are not finite."""
+    """A row that may be judged and written. `broken` are the ranks whose own loss or activations are not finite, `apart` the
+    parameters whose replicas differ, with the ranks that stand alone."""
 
     row: Row
     context: StepContext | None
     broken: tuple[int, ...] = ()
+    apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def blamed(self, anomaly: Anomaly) -> Anomaly:
+        """`anomaly`, which this row told, with the ranks that it is about where they are known."""
+        if anomaly.series == REPLICAS and self.apart:
+            ranks = sorted({rank for each in self.apart.values() for rank in each})
+            where = f"in {', '.join(list(self.apart)[:NAMED])}{', ...' if len(self.apart) > NAMED else ''}"
+            who = f"; rank {', '.join(map(str, ranks))} stands alone" if ranks else ""
+            return anomaly.updated(ranks=tuple(ranks) or anomaly.ranks, notes=(*anomaly.notes, f"{where}{who}"))
+        return anomaly.updated(ranks=self.broken) if self.broken else anomaly
 
 
 class Shares:
@@ -236,8 +249,10 @@ class Merger:
         else:
             merged = None
             self._say("layouts", "ranks watch different modules: statistics of layers are rank 0's own, the rest is merged")
+        row = self._rows.whole(head.own, named, merged)
         broken = tuple(rank for rank, share in enumerate(shares) if share.broken)
-        return Concluded(self._rows.whole(head.own, named, merged), head.context, broken)
+        apart = reading.apart([share.numbers for share in shares[1:]]) if row.get(REPLICAS) else {}
+        return Concluded(row, head.context, broken, apart)
 
     def _say(self, what: str, words: str, *values: object) -> None:
         if what not in self._said:

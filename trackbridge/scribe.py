@@ -310,8 +310,10 @@ class Scribe:
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
                 for anomaly in self._watch.update(row, done.context):
-                    fresh = anomaly.id not in self.latest
-                    self._tell(anomaly.updated(ranks=done.broken) if fresh and done.broken else anomaly)
+                    if anomaly.id not in self.latest:
+                        found, anomaly = anomaly, done.blamed(anomaly)
+                        self._notes[anomaly.id] = anomaly.notes[len(found.notes) :]
+                    self._tell(anomaly)
                 if self._sealer is not None:
                     self._sealer.advance(row.step)
         self._judged = row.step
@@ -336,7 +338,7 @@ class Scribe:
                 self._sealer.update(anomaly)
         elif self._sealer is not None:
             found, anomaly = anomaly, self._sealer.consider(anomaly)
-            self._notes[anomaly.id] = anomaly.notes[len(found.notes) :]
+            self._notes[anomaly.id] = (*self._notes.get(anomaly.id, ()), *anomaly.notes[len(found.notes) :])
             if anomaly.capsule is not None:  # of the step under way, or the next: this one's gradients are gone
                 self.ask_histograms(anomaly.step if self._world > 1 else None)
         self.latest[anomaly.id] = anomaly

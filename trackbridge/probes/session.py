@@ -65,6 +65,21 @@ class Reading:
         ranks[1:, session.shared] = shares
         return self._of(merge_ranks(session.slab, session.copies, ranks, session.shared))
 
+    def apart(self, shares: Sequence[FloatArray]) -> dict[str, tuple[int, ...]]:
+        """The parameters of which ranks that hold the whole have other bits, and the ranks whose bits most others do not have
+        (none where no value is the most frequent)."""
+        session = self.session
+        places = session.slab.unpack(np.arange(len(self.numbers), dtype=np.float64))["checksum"].astype(np.intp)
+        ranks = np.repeat(self.numbers[None], 1 + len(shares), axis=0)
+        ranks[1:, session.shared] = shares
+        found = {}
+        for row in np.flatnonzero((session.copies == len(ranks)) & (ranks[:, places] != ranks[0, places]).any(0)).tolist():
+            bits, counts = np.unique(ranks[:, places[row]], return_counts=True)
+            usual = bits[counts.argmax()] if (counts == counts.max()).sum() == 1 else None
+            others = np.flatnonzero(ranks[:, places[row]] != usual) if usual is not None else np.zeros(0, np.intp)
+            found[session.subject.names[row]] = tuple(others.tolist())
+        return found
+
     def _of(self, numbers: FloatArray) -> Reading:
         return Reading(self.session, numbers, self.histograms)
 

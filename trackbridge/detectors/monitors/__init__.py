@@ -16,6 +16,7 @@ from trackbridge.detectors.monitors.optimizer_state import OptimizerState
 from trackbridge.detectors.monitors.plateau import Plateau
 from trackbridge.detectors.monitors.regime import Regime
 from trackbridge.detectors.monitors.repeats import Repeats
+from trackbridge.detectors.monitors.replicas import Replicas
 from trackbridge.detectors.monitors.rule import RuleMonitor
 from trackbridge.detectors.monitors.stall import Stall
 from trackbridge.detectors.monitors.throughput import Throughput
@@ -27,6 +28,7 @@ def monitors(settings: DetectionConfig) -> list[Monitor]:
     """Those that are switched on, in the order in which they are asked."""
     every: list[tuple[bool, Monitor]] = [
         (True, Regime()),
+        (True, Replicas()),
         (settings.learning_rate.enabled, LearningRate(settings.learning_rate)),
         (settings.repeats.enabled, Repeats(settings.repeats)),
         (settings.optimizer_state.enabled, OptimizerState(settings.optimizer_state)),
