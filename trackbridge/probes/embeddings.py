@@ -1,7 +1,7 @@
 """The hottest rows of the embedding: the token ids whose rows have the largest gradients, of the gradient the optimizer used.
 
-Read from the table's own gradient when the optimizer steps, so that accumulation, compiled models, checkpointing and shards
-need no special case; a head that is tied to the table is in it. A shard gives its own rows, by their numbers in the whole table.
+Read from the table's own gradient when the optimizer steps, so that accumulation, compiled models and checkpointing need no
+special case; a head that is tied to the table is in it. A shard gives its own rows, by their numbers in the whole table.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class EmbeddingProbe:
         self._every = config.embedding_every
         self._count = count = config.embedding_rows
         self._tables: list[tuple[Tensor, int]] = []  # and its place among the parameters
+        self._first: dict[int, int | None] = {}  # row of the whole table with which a shard begins; None: its rows are split
         self.series: tuple[str, ...] = ()
         self._local: dict[str, int] = {}
         for key, model in subject.models.items() if count else ():
@@ -83,10 +84,19 @@ class EmbeddingProbe:
         for (table, row), view in zip(self._tables, self._views, strict=True):
             if table.grad is None or not _holds(optimizer, table):
                 continue
-            found = _rows_of(table.grad)
-            if found is None or not found[0].numel():
+            gradient, numbers, first = table.grad, None, 0
+            if gradient.layout is torch.sparse_coo:
+                gradient = gradient.coalesce()
+                gradient, numbers = gradient.values(), gradient.indices()[0]
+            elif hasattr(gradient, "_local_tensor"):
+                if row not in self._first:
+                    self._first[row] = _first_row(gradient)
+                begin = self._first[row]
+                if begin is None:
+                    continue
+                gradient, first = gradient._local_tensor, begin
+            if not gradient.numel():
                 continue
-            gradient, numbers, first = found
             hottest(gradient, view, self._count)
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
             if scale is not None:
@@ -135,22 +145,15 @@ def hottest(gradient: Tensor, out: Tensor, count: int) -> None:
     out[count : count + most] = row.to(out)
 
 
-def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
-    """A gradient's rows on this rank, their numbers (None: in order), the number of the first; None where rows are split."""
-    if gradient.layout is torch.sparse_coo:
-        whole = gradient.coalesce()
-        return whole.values(), whole.indices()[0], 0
-    shard = getattr(gradient, "_local_tensor", None)
-    if shard is None:
-        return (gradient, None, 0) if gradient.layout is torch.strided else None
+def _first_row(gradient: Any) -> int | None:
+    """The row of the whole with which this rank's shard of a DTensor begins; None where rows are split or parts of a sum."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placements = gradient.placements  # type: ignore[attr-defined]
-    if any(type(each) not in (Replicate, Shard) or each == Shard(1) for each in placements):
+    if any(type(each) not in (Replicate, Shard) or each == Shard(1) for each in gradient.placements):
         return None
-    _, offset = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, placements)  # type: ignore[attr-defined]
-    return shard, None, int(offset[0])
+    _, offset = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, gradient.placements)
+    return int(offset[0])
 
 
 def _holds(optimizer: Any, table: Tensor) -> bool:
