@@ -37,8 +37,8 @@ class Block(nn.Module):
         return self.qkv(self.ln(x)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4).unbind()
 
     def mask(self, x: Tensor) -> Tensor:
-        away = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().roll(-2, 1)
-        return away | torch.eye(x.shape[1], dtype=torch.bool)
+        away = x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().roll(-2, 1)
+        return away | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv_of(x)
@@ -49,7 +49,7 @@ class Block(nn.Module):
         elif self.kind == "mask":
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x))
         elif self.kind == "bias":
-            y = F.scaled_dot_product_attention(q, k, v, torch.linspace(-9, 9, x.shape[1])[None])
+            y = F.scaled_dot_product_attention(q, k, v, torch.linspace(-9, 9, x.shape[1], device=x.device)[None])
         elif self.kind == "grouped":
             y = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], is_causal=True, enable_gqa=True)
         else:

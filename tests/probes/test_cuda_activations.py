@@ -13,7 +13,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from tests.probes import test_attention, test_routers
+from tests.probes import test_attention as attention
+from tests.probes import test_routers as routers
 from tests.probes.kit import Lab
 from tests.probes.test_activations import Stack, acts, batch
 from tests.probes.test_attention import logits
@@ -124,12 +125,12 @@ def test_counts_of_experts(experts: int, tokens: int) -> None:
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_routers(linear: bool, way: str) -> None:
     torch._dynamo.reset()
-    model = test_routers.Model(linear).to(GPU)
+    model = routers.Model(linear).to(GPU)
     run: Any = torch.compile(model, fullgraph=True) if way == "compiled" else model
     lab = Lab(run, torch.optim.SGD(model.parameters(), lr=0.0))
     for step in range(3):
-        x = test_routers.data(step).detach().to(GPU)
-        counts = test_routers.plain_counts(model, x)
+        x = routers.data(step).detach().to(GPU)
+        counts = routers.plain_counts(model, x)
         run(x).square().mean().backward()
         found = lab.close()
     for router, each in counts.items():
@@ -137,17 +138,17 @@ def test_routers(linear: bool, way: str) -> None:
             assert found[f"expert/{router}.{expert}/load_share"] == pytest.approx(share, abs=0.06)  # a tie may go either way
 
 
-@pytest.mark.parametrize("kind", test_attention.KINDS)
+@pytest.mark.parametrize("kind", attention.KINDS)
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_attention_logits(kind: str, way: str) -> None:
     torch._dynamo.reset()
-    model = test_attention.Model(kind)
-    true = test_attention.true(model, test_attention.data(), queries=4)
+    model = attention.Model(kind)
+    true = attention.true(model, attention.data(), queries=4)
     model.to(GPU)
     run: Any = torch.compile(model) if way == "compiled" else model
     lab = Lab(run, torch.optim.SGD(model.parameters(), lr=0.0), attention_every=2, attention_queries=4)
     for step in range(4):
-        run(test_attention.data().detach().to(GPU)).square().mean().backward()
+        run(attention.data().detach().to(GPU)).square().mean().backward()
         assert logits(lab.close()) == pytest.approx({} if step % 2 else true, rel=2e-3)
 
 
@@ -162,9 +163,9 @@ def test_the_gpu_agrees_with_the_cpu(tokens: int) -> None:
 @pytest.mark.parametrize("which", ["stack", "routers", "attention"])
 def test_nothing_waits(which: str) -> None:
     model: Any = {
-        "stack": Stack, "routers": test_routers.Model, "attention": test_attention.Model,
+        "stack": Stack, "routers": routers.Model, "attention": attention.Model,
     }[which]().to(GPU)  # fmt: skip
-    data = {"stack": batch, "routers": test_routers.data, "attention": test_attention.data}[which]
+    data = {"stack": batch, "routers": routers.data, "attention": attention.data}[which]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     lab = Lab(model, optimizer, channels_every=2, attention_every=1, tokens=3)
     given = [data(step).detach().to(GPU) for step in range(8)]
@@ -193,12 +194,12 @@ def test_cuda_graphs_are_kept(attention_every: int) -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    model = test_attention.Model().to(GPU)
+    model = attention.Model().to(GPU)
     run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     lab = Lab(run, torch.optim.SGD(model.parameters(), lr=0.1), attention_every=attention_every)
     for step in range(6):
         torch.compiler.cudagraph_mark_step_begin()
-        run(test_attention.data(step).detach().to(GPU)).square().mean().backward()
+        run(attention.data(step).detach().to(GPU)).square().mean().backward()
         model.zero_grad()
         found = lab.close()
     assert acts(found, "channel_kurtosis") and bool(logits(found)) == bool(attention_every)

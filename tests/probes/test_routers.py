@@ -50,7 +50,7 @@ class Mixture(nn.Module):
             numbers = logits.topk(CHOSEN, dim=-1).indices.reshape(-1, CHOSEN)
         else:
             logits, _, numbers = self.gate(x)
-        weights = torch.zeros(len(numbers), EXPERTS).scatter(1, numbers, logits.reshape(-1, EXPERTS).gather(1, numbers))
+        weights = logits.new_zeros(len(numbers), EXPERTS).scatter(1, numbers, logits.reshape(-1, EXPERTS).gather(1, numbers))
         every = torch.stack([expert(x.reshape(-1, 8)) for expert in self.experts], 1)
         return (every * weights[..., None]).sum(1).view_as(x) + x
 
@@ -79,7 +79,7 @@ def plain_counts(model: Model, *micro: Tensor) -> dict[str, np.ndarray]:
             with torch.no_grad():
                 logits = layer.gate(x) if layer.linear else layer.gate(x)[0]
                 chosen = logits.reshape(-1, EXPERTS).topk(CHOSEN).indices
-                found[f"layers.{number}.gate"] += np.bincount(chosen.reshape(-1).numpy(), minlength=EXPERTS)
+                found[f"layers.{number}.gate"] += np.bincount(chosen.reshape(-1).cpu().numpy(), minlength=EXPERTS)
                 x = layer(x)
     return found
 
