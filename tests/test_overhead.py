@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trackbridge
+from tests.test_ranks import torchrun
 from trackbridge.errors import Part
 from trackbridge.overhead import CALM, RAREST, WINDOW, Concert, Economy, Expense, Throttle
 
@@ -143,6 +144,38 @@ def test_a_rank_that_hears_late_follows_at_once() -> None:
     assert leader.due(99) is None and leader.due(100) == 4 and leader.due(101) is None
     assert other.due(250) == 4 and not other.pending
     leader.close(), other.close()
+
+
+TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+import trackbridge
+from trackbridge import overhead
+overhead.WINDOW, overhead.HEARD_S, overhead.AHEAD_S = 10, 0.01, 1.0
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+run = trackbridge.init(dir=sys.argv[1], max_overhead=0.0001, recorder={"enabled": False})
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.watch(model, optimizer)
+for _ in range(600):
+    model(torch.ones(2, 4)).mean().backward(); optimizer.step(); optimizer.zero_grad(); run.step()
+run.finish()
+dist.barrier()
+"""
+
+
+def test_two_ranks_thin_together(tmp_path: Path) -> None:
+    """So the activations in a row of all ranks are those of all ranks, or of none."""
+    torchrun(tmp_path, TWO_RANKS, str(tmp_path / "runs"))
+    record = trackbridge.load(tmp_path / "runs")
+    rows = [
+        {row.step: dict(zip(row.schema.names, row.values.tolist(), strict=True)) for row in record.rows(rank)}
+        for rank in range(2)
+    ]
+    thinning = [[rows[rank][step].get("trackbridge/thinning", 1.0) for step in sorted(rows[0])] for rank in range(2)]
+    assert rows[0].keys() == rows[1].keys() and thinning[0] == thinning[1] and thinning[0][-1] >= 2
+    measured = [{step for step, values in rows[rank].items() if "act/0/mean" in values} for rank in range(2)]
+    assert measured[0] == measured[1] and len(measured[0]) < len(rows[0])
 
 
 def wait(until: Callable[[], bool]) -> None:

@@ -121,6 +121,7 @@ class Throttle:
 
     def __init__(self, limit: float | None) -> None:
         self.factor = 1
+        self.step_s = 0.0  # mean over the last window
         self._limit = limit
         self._own: list[float] = []
         self._total = 0.0
@@ -136,6 +137,7 @@ class Throttle:
         if len(self._own) < WINDOW:
             return False
         judged = (sum(self._own) - max(self._own)) / self._total
+        self.step_s = self._total / len(self._own)
         self._own, self._total = [], 0.0
         before = self.factor
         if judged > self._limit:
@@ -177,11 +179,11 @@ class Concert:
     A rank that hears of it too late follows as soon as it does.
     """
 
-    def __init__(self, store: Any, name: str, *, leader: bool, heard_s: float = HEARD_S) -> None:
+    def __init__(self, store: Any, name: str, *, leader: bool, heard_s: float | None = None) -> None:
         self._store = store
         self._prefix = f"trackbridge/{name}/rarer"
         self._leader = leader
-        self._heard_s = heard_s
+        self._heard_s = HEARD_S if heard_s is None else heard_s
         self._next: tuple[int, int] | None = None  # from which call, what factor; each side of a thread only replaces it
         self._words: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -248,7 +250,7 @@ class Economy:
             self.factor = self._throttle.factor
             return self.factor
         if self._leader and not concert.pending and self._throttle.add(share, seconds):
-            concert.announce(self._throttle.factor, call + max(WINDOW, math.ceil(AHEAD_S / seconds)))
+            concert.announce(self._throttle.factor, call + max(WINDOW, math.ceil(AHEAD_S / self._throttle.step_s)))
         self.factor = concert.due(call) or self.factor
         return self.factor
 
