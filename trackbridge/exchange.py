@@ -16,7 +16,7 @@ logger = logging.getLogger("trackbridge")
 
 STORE_BYTES = 16 << 20
 """What the messages of all ranks together may take in the store, on the host of the rank that holds it."""
-LEAST = 16  # messages that a rank leaves there all the same
+LEAST = 4  # messages that a rank leaves there all the same
 
 
 class Exchange:
