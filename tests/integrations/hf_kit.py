@@ -118,8 +118,9 @@ def series(run: Any, name: str) -> list[float]:
     return trackbridge.load(run.dir).series(name)[1].tolist()
 
 
-def contexts(run: Any) -> list[StepContext]:
-    found = JournalReader(RunDirectory(Path(run.dir)).contexts(0)).read()
+def contexts(run: Any, rank: int = 0) -> list[StepContext]:
+    """Of a run, or of its directory."""
+    found = JournalReader(RunDirectory(Path(getattr(run, "dir", run))).contexts(rank)).read()
     return [record for record in found if isinstance(record, StepContext)]
 
 

@@ -56,11 +56,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_resume_goes_on_with_the_same_run(recorded: tuple[Path, str]) -> None:
     directory, run_id = recorded
     record = trackbridge.load(directory / "runs" / run_id)
-    assert [attempt.start_step for attempt in record.attempts] == [0, 50] if hasattr(record, "attempts") else True
     assert record.series("train/loss")[0].tolist() == list(range(STEPS)) and record.status == "finished"
     assert record.series("train/tokens")[1].tolist() == [72.0 * (step + 1) for step in range(STEPS)]
-    found = contexts(record_dir := type("Run", (), {"dir": record.path}))
-    assert record_dir and [c.attempt for c in found[-10:]] == [1] * 10
+    found = contexts(record.path)
+    assert [c.attempt for c in found[-10:]] == [1] * 10
     micros = [micro for context in found[-10:] for micro in context.micro]
     assert [(m.loader, m.epoch, m.index) for m in micros] == [(0, 0, k) for k in range(100, 120)]
     assert [m.sample_ids for m in micros] == [tuple(range(4 * k, 4 * k + 4)) for k in range(100, 120)]
