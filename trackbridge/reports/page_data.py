@@ -144,9 +144,10 @@ def _statistics(series: Iterable[str]) -> dict[str, dict[str, Any]]:
         key = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
         if key not in found:
             metric = names.describe(name)
-            title, signed = STATISTICS[metric.name] if metric else (key.partition("/")[2], True)
+            known = metric.meaning if metric else key.partition("/")[2]  # a page never fails for want of a title
+            title, signed = STATISTICS.get(metric.name if metric else "", (known, True))
             of_a_shard = ", this rank's shards" if name.endswith(names.LOCAL) else ""
-            place = order.index(metric.name) if metric else len(order)
+            place = order.index(metric.name) if metric and metric.name in STATISTICS else len(order)
             found[key] = place, {"title": f"{title}{of_a_shard}", "signed": signed}
     return {key: told for key, (_, told) in sorted(found.items(), key=lambda item: item[1][0])}
 
