@@ -191,7 +191,7 @@ def print_trade(seeds: int = 100) -> None:
     curves, truth = spiked(range(1000, 1000 + seeds // 2), 0.3)
     print(f"trade-off on {seeds} other seeds: false alarms per 1,000 [95%] | recall at +0.3 (6 sigma)")
     makers: dict[str, Callable[[], Detector]] = {
-        f"threshold {t}": partial(BandDetector, DetectionConfig(threshold=t)) for t in (4.2, 4.4, 4.6, 4.8, 5.2, 6.0)
+        f"threshold {t}": partial(BandDetector, DetectionConfig(threshold=t)) for t in (4.2, 4.4, 4.5, 4.6, 4.8, 5.2, 6.0)
     }
     for name, make in {**makers, **REFERENCES}.items():
         found = alarms(make(), clean)
@@ -311,7 +311,7 @@ class Curves:
 
 def _grid() -> Iterator[tuple[DetectionConfig, Tuning]]:
     for threshold, level, scale, span in itertools.product(
-        (4.2, 4.6, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (2.5, 4.0, 5.5)
+        (4.2, 4.5, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (3.5, 5.0, 6.5)
     ):
         yield (
             DetectionConfig(threshold=threshold),

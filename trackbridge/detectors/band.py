@@ -56,12 +56,12 @@ class Tuning:
     calm_gain: float = 0.05
     calm_band: float = 0.3
     scale_gain: float = 1 / 45
-    steady_gain: float = 1 / 200
-    steady_band: float = 0.2
+    steady_gain: float = 1 / 400
+    steady_band: float = 0.3
     clip: float = 2.0
     tail_gain: float = 1 / 800
-    tail_free: float = 0.0105
-    tail_span: float = 4.0
+    tail_free: float = 0.0125
+    tail_span: float = 5.0
     accept_below: int = 5
     settled: float = 1.5
 
