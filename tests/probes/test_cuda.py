@@ -27,7 +27,7 @@ from trackbridge.probes.moments import FIRES, STATISTICS, WIDTH, finish
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from trackbridge.probes import histogram_kernels, kernels, observe_kernels, reduce
+from trackbridge.probes import checksums, histogram_kernels, kernels, observe_kernels, reduce
 from trackbridge.probes.histograms import count_on_cpu
 
 GPU = torch.device("cuda")
@@ -158,13 +158,17 @@ def test_norms_peaks_and_counts(dtype: torch.dtype) -> None:
     base = torch.randn(40_000_003, device=GPU).to(dtype)
     tensors = [base[:1], base[1:3000], base[3000:70_000].view(67, 1000).t(), base, base[:0x10000], base[5:0x20005] * 100]
     found = kernels.summarise(tensors)
-    assert found.shape == (3, len(tensors))
+    assert found.shape == (5, len(tensors))
     exact = [float(np.linalg.norm(t.double().cpu().numpy().ravel())) for t in tensors]
     assert found[0].tolist() == pytest.approx(exact, rel=2e-6)
     assert found[1].tolist() == [t.abs().max().item() for t in tensors]
     assert found[2].tolist() == [0] * len(tensors)
+    for total, nonzero, t in zip(found[3].tolist(), found[4].tolist(), tensors, strict=True):
+        assert total == pytest.approx(t.double().sum().item(), abs=1e-6 * t.double().abs().sum().item())
+        assert nonzero == t.count_nonzero().item()
     base[2_000_000], base[30_000_000] = float("nan"), float("inf")
-    norm, peak, bad = reduce.summary(tensors)
+    norm, peak, bad, total, _ = reduce.summary(tensors)
+    assert math.isnan(total[3]) and torch.isfinite(total[[0, 1, 2, 4, 5]]).all()
     assert bad is not None and bad.tolist() == [0, 0, 0, 2, 0, 0]
     assert math.isnan(norm[3]) and math.isnan(peak[3]) and torch.isfinite(norm[[0, 1, 2, 4, 5]]).all()
 
@@ -179,10 +183,48 @@ def test_ranges_outside_float32_squares() -> None:
 def test_differences(step: float) -> None:
     old = [torch.randn(n, device=GPU) * (1.0 if step > 1e-9 else 0.0) for n in (3, 70_000, 200_001)]
     new = [t + step * torch.randn_like(t) for t in old]
-    norm, moved = reduce.norms_and_differences(new, old)
+    norm, peak, bad, moved = reduce.change(new, old)
+    assert moved is not None and not bad.any() and peak.tolist() == [t.abs().max().item() for t in new]
     assert norm.tolist() == pytest.approx([t.double().norm().item() for t in new], rel=1e-6)
     exact = [(a.double() - b.double()).norm().item() for a, b in zip(new, old, strict=True)]
     assert moved.tolist() == pytest.approx(exact, rel=1e-5)
+
+
+def test_a_change_with_elements_that_are_not_finite() -> None:
+    new = [torch.randn(n, device=GPU) for n in (70_000, 3, 70_000)]
+    old = [t - 0.5 for t in new]
+    new[0][[5, 60_000]], new[1][2] = float("nan"), float("inf")
+    found = reduce.change(new, old)
+    assert found.nonfinite.tolist() == [2, 1, 0] and found.peak.isnan().tolist() == [True, False, False]
+    assert found.moved is not None and found.moved[2].item() == pytest.approx(0.5 * math.sqrt(70_000), rel=1e-5)
+    assert reduce.change(new).moved is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_checksums(dtype: torch.dtype) -> None:
+    base = torch.randn(3_000_001, device=GPU).to(dtype)
+    tensors = [base[:1], base, base[1:3001].view(30, 100).t(), base[:0x8000], base[5:0x8006]]
+    found = checksums.checksums(tensors)
+    assert found.tolist() == checksums.checksums([t.cpu() for t in tensors]).tolist()
+    assert found.tolist() == [checksums.on_device(t).item() for t in tensors]
+    base.view(torch.int16)[1_000_000] ^= 1
+    assert [a != b for a, b in zip(found.tolist(), checksums.checksums(tensors).tolist(), strict=True)][:2] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_a_gradient(dtype: torch.dtype) -> None:
+    gradients = [torch.randn(shape, device=GPU).to(dtype) for shape in ((1000, 77), (65, 3, 7), (1, 5000), (64, 1))]
+    gradients[0][[3, 999]], gradients[0][5, :76], gradients[1][64], gradients[2][0, :4999] = 0, 0, 0, 0
+    alone, quiet = ([torch.zeros(len(g), dtype=torch.int32, device=GPU) for g in gradients] for _ in range(2))
+    for look in range(1, 4):
+        found = kernels.dead_rows(gradients, quiet, 3)
+        for counts, gradient in zip(alone, gradients, strict=True):
+            counts += 1
+            counts.masked_fill_(gradient.flatten(1).ne(0).any(1), 0)
+        assert all(map(torch.equal, quiet, alone))
+        assert found.tolist() == ([2, 1, 0, 0] if look == 3 else [0, 0, 0, 0])
+    gradients[0][3, 70] = 1
+    assert kernels.dead_rows(gradients, quiet, 3).tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -237,6 +279,10 @@ def test_clipping_is_torchs_to_the_bit(dtype: torch.dtype, max_norm: float, bad:
         exact = {str(i): float(np.linalg.norm(g.double().cpu().numpy().ravel())) for i, g in enumerate(theirs) if g.numel()}
         assert layer(found, "grad_norm") == pytest.approx(exact, rel=2e-6)
         assert layer(found, "grad_max") == {str(i): g.abs().max().item() for i, g in enumerate(theirs) if g.numel()}
+        means = {str(i): (g.double().mean().item(), 1e-6 * g.abs().max().item()) for i, g in enumerate(theirs) if g.numel()}
+        assert all(layer(found, "grad_mean")[i] == pytest.approx(mean, abs=slack) for i, (mean, slack) in means.items())
+        zeros = {str(i): 1 - g.count_nonzero().item() / g.numel() for i, g in enumerate(theirs) if g.numel()}
+        assert layer(found, "grad_zeros") == pytest.approx(zeros)
 
 
 def test_gradients_changed_after_clipping_are_measured_again() -> None:
@@ -304,7 +350,7 @@ def test_nothing_waits(fused: bool, clip: bool) -> None:
     torch.manual_seed(0)
     model = Stack("non-reentrant").to(GPU)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused, capturable=not fused)
-    lab = Lab(model, optimizer, sites="leaf", weights_every=2, moments_every=3)
+    lab = Lab(model, optimizer, sites="leaf", weights_every=2, moments_every=3, rows_every=2, checksums_every=5)
     slots = []
     tokens = [batch(step).to(GPU) for step in range(8)]
 

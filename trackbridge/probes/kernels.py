@@ -126,7 +126,7 @@ def _summarise(
     moved = tl.zeros([ROWS], tl.float32)
     largest = tl.zeros([ROWS], tl.float32)
     gap = tl.zeros([ROWS], tl.float32)
-    added = tl.zeros([ROWS], tl.float32)
+    added = tl.zeros([ROWS, VECTOR], tl.float32)  # to sum what was just loaded fails in Triton 3.6's compiler
     nonzero = tl.zeros([ROWS], tl.int32)
     whole = length // BLOCK
     for block in range(whole):
@@ -144,7 +144,7 @@ def _summarise(
             moved += tl.sum(d * d, 1)
             gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
         else:
-            added += tl.sum(x, 1)
+            added += x
             nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
     if whole * BLOCK < length:
         at = whole * BLOCK + lane
@@ -162,7 +162,7 @@ def _summarise(
             moved += tl.sum(d * d, 1)
             gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
         else:
-            added += tl.sum(x, 1)
+            added += x
             nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
 
     square = tl.sum(squares, 0).to(tl.float64)
@@ -171,7 +171,7 @@ def _summarise(
     if largest_of_all < SMALL and largest_of_all > 0:
         risky = True
     peak = largest_of_all.to(tl.float64)
-    other = tl.sum(added.to(tl.float64), 0)
+    other = tl.sum(tl.sum(added, 1).to(tl.float64), 0)
     if OLD:
         other = tl.sum(moved, 0).to(tl.float64)
         widest = tl.max(gap, 0)
