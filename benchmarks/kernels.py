@@ -12,7 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trackbridge.probes import histogram_kernels, kernels, moments, observe_kernels
+from trackbridge.probes import (
+    attention,
+    channel_kernels,
+    histogram_kernels,
+    hottest_kernels,
+    kernels,
+    moments,
+    observe_kernels,
+    router_kernels,
+)  # fmt: skip
 
 GPT2_SHAPES = [(50304, 768), (1024, 768)] + 12 * [
     (768,), (768,), (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,),
@@ -49,22 +58,46 @@ def read_two_gigabytes(big: Tensor) -> None:
     report("summarise", lambda: kernels.summarise([big]), big.nbytes)
 
 
+def more() -> None:
+    """What there is one of in a model, or one of in a layer."""
+    table, out = torch.randn(GPT2_SHAPES[0], device="cuda"), torch.zeros(6, dtype=torch.float64, device="cuda")
+    print("embedding rows, experts, attention logits")
+    report("hottest 3 of 50,304 rows", lambda: hottest_kernels.hottest(table, out, 3), table.nbytes)
+    report("vector_norm, topk", lambda: torch.linalg.vector_norm(table, dim=1).topk(3), table.nbytes)
+    slab = torch.ones(80, dtype=torch.float64, device="cuda")
+    for experts, chosen in ((8, 2), (64, 8)):
+        numbers = torch.randint(0, experts, (16_384, chosen), device="cuda")
+        name = f"load of {experts} experts, {chosen} for each of 16,384"
+        report(name, lambda n=numbers, e=experts: router_kernels.count(n, slab, 0, e, 79), numbers.nbytes)
+    q, k = (torch.randn(16, 12, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for queries in (16, 64, 1024):
+        some = q[..., :: 1024 // queries, :]
+        call = lambda s=some, n=1024 // queries: attention.largest(s, k, None, 0.125, 0, n, slab, 0, 1, 79)  # noqa: E731
+        report(f"logits of {queries} queries, 16 x 12 heads x 1024", call, k.nbytes + some.nbytes)
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     read_two_gigabytes(torch.randn(512 << 20, device="cuda"))
 
     sites = 12
-    slab = torch.zeros(sites * moments.WIDTH + 1, dtype=torch.float64, device="cuda")
+    slab = torch.zeros(sites * moments.WIDTH + 2, dtype=torch.float64, device="cuda")
     slab[-1] = 1
-    cells, gate = observe_kernels.cells_for(sites, slab.device), len(slab) - 1
+    cells, gate, shut = observe_kernels.cells_for(sites, slab.device), len(slab) - 1, len(slab) - 2
     observe = observe_kernels.observe
     for dtype in (torch.bfloat16, torch.float32):
         outputs: list[Tensor] = [torch.randn(16, 1024, 768, device="cuda", dtype=dtype) for _ in range(sites)]
         size = sum(y.nbytes for y in outputs)
         print(f"moments of {sites} block outputs, 16 x 1024 x 768, {dtype}")
         report("observe", lambda o=outputs: [observe(y, cells, slab, site, gate) for site, y in enumerate(o)], size)
+        channels = channel_kernels.Cells(sites, slab.device)
+        report("channels", lambda o=outputs, c=channels: [c.add(y.view(-1, 768), slab, n, gate) for n, y in enumerate(o)], size)
+        report("channels, gate closed", lambda o=outputs, c=channels: [c.add(y.view(-1, 768), slab, 0, shut) for y in o], size)
+        report("collect channels", lambda c=channels: c.collect(slab, 0), channels.cells.nbytes)
         report("plain torch", lambda o=outputs: [moments.add_on_device(y, slab[: moments.WIDTH]) for y in o], size)
     report("collect", lambda: observe_kernels.collect(cells, slab, 0), cells.nbytes)
+
+    more()
 
     gradients = [torch.randn(shape, device="cuda") for shape in GPT2_SHAPES]
     old = [g.clone() for g in gradients]

@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                         # demo model, this machine's CPU, with the field's other tools
     python benchmarks/overhead.py --device cuda           # GPT-2 124M, bf16 autocast, batch 16 x 1024, eager and compiled
+    python benchmarks/overhead.py --device cuda --activations   # hottest rows, channels, logits, fewer tokens: each by itself
     python benchmarks/overhead.py --scaling               # cost against the number of parameter tensors and of steps
 
 Each case owns a model, an optimizer and, unless it is a base, a run. Rounds of a few steps go round the cases, so that a drift
@@ -46,6 +47,16 @@ EVERYTHING: dict[str, Any] = {
     "parameters": {"gradients_every": 1, "weights_every": 1, "moments_every": 1},
     "activations": {"sites": "blocks+branches"},
 }
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "no rows, no channels": {"embedding_rows": 0, "channels_every": 0},
+    "rows, no channels": {"channels_every": 0},
+    "channels every step": {"channels_every": 1},
+    "logits every 10th step": {"attention_every": 10},
+    "logits every step": {"attention_every": 1},
+    "every 7th token": {"tokens": 7},
+    "no activations": {"sites": "none", "embedding_rows": 0},
+}
+"""What `--activations` compares with the default, one thing at a time."""
 MODES = ("eager", "compiled", "reduce-overhead")
 SHOWN = (
     "mean_overhead", "cost_ms", "floor_ms", "busy_ms", "busy_overhead", "launches", "memory_bytes", "synchronise_calls",
@@ -283,6 +294,9 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         "probes, everything": {**QUIET, **EVERYTHING},
         "trackbridge, default": {},
     }
+    if arguments.activations:
+        named = {f"probes, {name}": {**QUIET, "activations": changed} for name, changed in ACTIVATIONS.items()}
+        configurations = {key: configurations[key] for key in ("base", "base again", "probes, default")} | named
     cases = {}
     for name, settings in configurations.items():
         if arguments.only and name not in ("base", *arguments.only):
@@ -465,6 +479,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="names of the cases besides the base")
     parser.add_argument("--peers", action="store_true", help="also wandb.watch, trainscope and a naive loop")
+    parser.add_argument("--activations", action="store_true", help="what each of the activation statistics costs, by name")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args()
