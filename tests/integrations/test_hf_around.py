@@ -107,7 +107,8 @@ from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, trainer
 
 def make(*callbacks, **changes):
     data = Counting(960, bad=range(16 * 52, 16 * 52 + 16))
-    return trainer(Path("out"), *callbacks, data=data, kind=InOrder, max_steps=60, learning_rate=1e-2, ddp_backend="gloo", **changes)
+    settings = {"max_steps": 60, "learning_rate": 1e-2, "ddp_backend": "gloo"}
+    return trainer(Path("out"), *callbacks, data=data, kind=InOrder, **settings, **changes)
 
 def build():
     return trackbridge.hf.rebuild(make())
@@ -164,7 +165,7 @@ def test_trl_supervised_finetuning(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    texts = [" ".join(f"w{(row + k) % 30}" for k in range(4 + row % 4)) for row in range(400)]
+    texts = [" ".join(f"w{(row + k) % 30}" for k in range(8)) for row in range(400)]
     for row in range(8 * 40, 8 * 41):
         texts[row] = " ".join(f"w{(row - 7 * k) % 30}" for k in range(8))
 

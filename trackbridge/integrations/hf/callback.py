@@ -136,8 +136,10 @@ class Callback(TrainerCallback):  # type: ignore[misc]
 
 def _config(trainer: Any, args: Any) -> dict[str, Any]:
     """The training arguments as the Trainer's own loggers send them, and the model's configuration, as JSON."""
+    found = dict(args.to_dict())
     model = getattr(trainer.model, "config", None)
-    found = {**args.to_dict(), **({"model": model.to_dict()} if hasattr(model, "to_dict") else {})}
+    if model is not None and hasattr(model, "to_dict"):
+        found["model"] = model.to_dict()
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str, skipkeys=True))
     return plain
 

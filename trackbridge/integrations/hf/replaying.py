@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ def rebuild(trainer: Any) -> Rebuilt:
     )
 
 
+# What the loop of this version of transformers hands to it.
+_DEVICE = "device" in inspect.signature(Trainer.get_batch_samples).parameters
+
+
 class _Ready(Exception):  # noqa: N818 - the way out of `Trainer.train` at the right moment
     pass
 
@@ -67,7 +72,7 @@ def _step(trainer: Any, model: Any, optimizer: Any, batches: list[Any], index: i
     its part of the step's."""
     accelerator, args = trainer.accelerator, trainer.args
     trainer.state.global_step = index
-    device = (args.device,) if _takes_device(type(trainer)) else ()
+    device = (args.device,) if _DEVICE else ()
     samples, items = trainer.get_batch_samples(iter(batches), len(batches), *device)
     trainer.current_gradient_accumulation_steps = len(samples)
     loss = None
@@ -85,14 +90,6 @@ def _step(trainer: Any, model: Any, optimizer: Any, batches: list[Any], index: i
         trainer.lr_scheduler.step()
     model.zero_grad()
     return loss
-
-
-@functools.cache
-def _takes_device(kind: type) -> bool:
-    """``get_batch_samples`` has taken a device since transformers 4.51."""
-    import inspect
-
-    return len(inspect.signature(kind.get_batch_samples).parameters) > 3  # type: ignore[attr-defined]
 
 
 def _fetch(trainer: Any, micro: MicroBatch) -> Any:
