@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import Stack, batch
 from trackbridge.probes.embeddings import hottest
+from trackbridge.probes.merge import merge_ranks
+from trackbridge.slab import Field, Slab
 
 
 def rows(found: dict[str, float], table: str = "embed") -> list[tuple[int, float]]:
@@ -174,3 +176,33 @@ def test_a_tied_head_is_in_it_and_the_table_is_one() -> None:
     model.tied.weight = model.embed.weight
     lab = Lab(model, sgd(model))
     assert sum(name.startswith("embedding/hottest_row") for name in lab.instruments.series) == 3
+
+
+def test_a_fused_optimizer_that_unscales_itself() -> None:
+    model = Stack()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    lab = Lab(model, optimizer, scaler)
+    scaler.scale(model(batch()).sum()).backward()
+    wanted = true(model.embed.weight.grad / 1024)
+    scaler.step(optimizer)
+    scaler.update()
+    assert rows(lab.close()) == wanted
+
+
+def test_ranks_that_hold_parts_and_ranks_that_hold_the_same() -> None:
+    found = merged([[9.0, 4.0, 3.0, 11, 7, 2], [5.0, 4.0, 0.0, 90, 91, 80]])
+    assert found == [9.0, 5.0, 4.0, 11, 90, 7]
+    assert merged([[9.0, 4.0, 11, 7]] * 3) == [9.0, 4.0, 11, 7]
+    infinite = merged([[9.0, 4.0, 11, 7], [float("nan"), 1.0, 60, 61]])
+    assert np.isnan(infinite[0]) and infinite[1:] == [9.0, 60, 11]
+    assert merged([[9.0, 4.0, 11, 7], [3.0, 1.0, 60, 61]], seen=[1, 0])[-1] == 0  # one did not look
+
+
+def merged(ranks: list[list[float]], seen: list[int] | None = None) -> list[float]:
+    """What `merge_ranks` makes of the rows of several ranks; with `seen`, whether each had looked is the last number."""
+    size = len(ranks[0])
+    slab = Slab([Field("hottest_0", size, over_ranks="top"), Field("looked", 1, over_ranks="every")], torch.device("cpu"))
+    numbers = np.array([[*rank, looked] for rank, looked in zip(ranks, seen or [1] * len(ranks), strict=True)])
+    found = merge_ranks(slab, np.ones(0), numbers).tolist()
+    return found if seen else found[:size]
