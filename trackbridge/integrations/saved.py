@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trackbridge.rundir import dumps, write_atomic
+from trackbridge.rundir import write_atomic
 
 logger = logging.getLogger("trackbridge")
 
 
 def write(checkpoint: Path, rank: int, state: Mapping[str, Any]) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)  # this rank's disk may not be the first rank's
-    write_atomic(_file(checkpoint, rank), dumps(dict(state)).encode())
+    write_atomic(_file(checkpoint, rank), json.dumps(dict(state)).encode())  # what is not finite comes back as it was
 
 
 def read(checkpoint: Path, rank: int) -> dict[str, Any] | None:

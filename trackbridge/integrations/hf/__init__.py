@@ -7,8 +7,6 @@
 | `callback.py` | the events of a training, from begin to end or exception |
 | `training.py` | what is told to the run: batches, losses, clipping, pauses |
 | `finding.py` | which `Trainer` calls us, and how it was called |
-| `wires.py` | methods replaced on one object and put back |
-| `saved.py` | the run's state beside the Trainer's checkpoints |
 | `replaying.py` | the Trainer's objects and its step, for a replay |
 """
 

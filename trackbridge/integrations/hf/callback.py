@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import UsageError
-from trackbridge.integrations.hf import saved
+from trackbridge.integrations import saved
 from trackbridge.integrations.hf.finding import Caller, caller
 from trackbridge.integrations.hf.training import Training
 from trackbridge.run import Run, init

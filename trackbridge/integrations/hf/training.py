@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trackbridge.errors import Part
 from trackbridge.integrations.hf.finding import Caller
-from trackbridge.integrations.hf.wires import Method, Wires
+from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.skip import SkipPlan
 
