@@ -78,8 +78,9 @@ def _central(pieces: Iterable[cpu.Array]) -> tuple[tuple[float, float, float, fl
         shift = x.dtype.type(cpu.total(x) / n)
         d = np.subtract(x, shift, out=cpu.buffers.get("deviations", n, x.dtype))
         q = np.multiply(d, d, out=cpu.buffers.get("squares", n, x.dtype))
-        s1, s2, s3, s4 = cpu.total(d), cpu.total(q), cpu.dot(q, d), cpu.dot(q, q)
-        e = s1 / n  # what rounding the mean has left
+        s2, s3, s4 = cpu.total(q), cpu.dot(q, d), cpu.dot(q, q)
+        s1 = cpu.total(d) if shift * shift * n > 256 * s2 else 0.0  # what rounding a mean has left matters if that is large
+        e = s1 / n
         m2 = max(s2 - e * s1, 0.0) if s2 == s2 else s2
         m3 = s3 - 3 * e * s2 + 2 * e * e * s1
         part = float(n), float(shift) + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e**3 * s1
