@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # wherever pip has been told of one (--extra-index-url, --find-links, pip.conf), else the ordinary one.
 TORCH_CPU ?= torch==2.13.0+cpu
 
-.PHONY: demo test check docs dashboards clean
+.PHONY: demo test check docs dashboards screenshots wheel-matrix links clean
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -15,6 +15,8 @@ help:
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation, into site/"
+	@echo "make links   the documentation's links to elsewhere, asked for one by one"
+	@echo "make wheel-matrix   the wheel alone and with each extra alone, each in an empty environment; a quarter of an hour"
 	@echo "make screenshots   the documentation's pictures, from a demo; needs Chromium"
 	@echo "make dashboards   the checked-in W&B views, from trackbridge/panels.py"
 
@@ -30,8 +32,14 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html"
+
+links: $(VENV)/.dev
+	$(BIN)/python -m tests.docs.elsewhere --fetch
+
+wheel-matrix: $(VENV)/.dev
+	TORCH_CPU="$$(command -v nvidia-smi >/dev/null || echo '$(TORCH_CPU)')" $(BIN)/python -m tests.wheel_matrix
 
 dashboards: $(VENV)/.dev
 	$(BIN)/python -m tests.reports.specs
