@@ -96,7 +96,7 @@ def corrupt_batch(view: View, case: Case) -> None:
     if view.batches.known and not odd and not bad and foreign is None:
         case.against(STRONG, "the inputs' statistics are as usual")
     stays = inputs_shifted(view)
-    if odd and stays and not view.passed:
+    if odd and stays:
         case.against(STRONG, f"the batches after it are like it: {stays}")
     saw = view.moved_first_module if not view.batches.tensors and not view.gradual else None
     if saw is not None and saw[1] > _CALM:
@@ -189,8 +189,9 @@ def label_fault(view: View, case: Case) -> None:
     grown = view.grown([name for tail in ("/max", "/kurtosis") for name in view.family("act/", tail)], 3.0)
     if grown and not targets:
         case.against(STRONG, f"{grown[0][1]} had grown {times(grown[0][0])}: the network was not as usual")
-    if view.grown_weights and not view.sudden:
-        case.against(SOLID, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
+    if view.grown_weights and (not view.sudden or view.grown_weights[0][0] > 2.0):
+        weight = STRONG if view.grown_weights[0][0] > 2.0 else SOLID
+        case.against(weight, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
     abrupt(view, case)
 
 

@@ -22,6 +22,8 @@ from trackbridge.diagnosis.view import (
 
 FP16_MAX = 65504.0
 _GROWN = 1.6  # of an activation over some 50 steps
+_APART = 4.0  # times `JUMPED`, from which a jump is no part of what moved before it
+_BROKE = 2.5  # times its size, from which growth may show all at once
 _ALONE = 3.0  # times the change of any other layer: what an update does to all is no damage to one
 
 
@@ -74,7 +76,7 @@ def activation_outliers(view: View, case: Case) -> None:
             case.add(WEAK, f"few elements made it: {peaked[0]} grew too")
     if not case.supports:
         return
-    _not_sudden(view, case)
+    _not_sudden(view, case, grown[0][0] if grown else 0.0)
     if grown:
         _not_downstream(view, case, grown[0][1])
     if view.lr_jumped and view.lr_jump is not None:
@@ -82,9 +84,11 @@ def activation_outliers(view: View, case: Case) -> None:
     _not_elsewhere(view, case, hidden=True)
 
 
-def _not_sudden(view: View, case: Case) -> None:
+def _not_sudden(view: View, case: Case, growth: float) -> None:
+    """What has only grown a little, as much does in a net that learns, breaks nothing from one step to the next."""
     if view.sudden:
-        case.against(STRONG, "the loss jumped in one step, and nothing had left its band before")
+        weight = SOLID if growth > _BROKE else STRONG
+        case.against(weight, "the loss jumped in one step, and nothing had left its band before")
 
 
 def _not_downstream(view: View, case: Case, name: str) -> None:
@@ -182,7 +186,7 @@ def embedding_instability(view: View, case: Case) -> None:
     if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or is_head(mover[0])):
         case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
     if case.supports and changed is None:
-        _not_sudden(view, case)
+        _not_sudden(view, case, weights[0][0] if weights else 0.0)
         if weights:
             _not_downstream(view, case, weights[0][1])
     if case.supports and view.lr_jumped and view.lr_jump is not None:
@@ -223,7 +227,7 @@ def _changed_together(view: View) -> list[tuple[str, float]]:
 def hardware_fault(view: View, case: Case) -> None:
     """A number that changed by itself: from one step to the next, with an ordinary batch, and nothing growing before."""
     first = view.first_jump
-    if first is not None and not view.lead > 2:
+    if first is not None and (view.lead <= 2 or first[2] > _APART * JUMPED):
         place, name, z = first
         if z > 2 * JUMPED:
             case.add(SOLID, f"{name} jumped {number(z)} sigmas in one step")
