@@ -202,7 +202,7 @@ class SpikeCapsule(BaseModel):
 
     @cached_property
     def layers(self) -> pd.DataFrame:
-        """Per-layer statistics: step, family ("layer" or "act"), layer, a column per statistic (NaN: absent or NaN)."""
+        """Per-layer statistics: step, family ("layer", "act", ...), layer, a column per statistic (NaN: absent or NaN)."""
         return read_frame(self.path / LAYERS)
 
     @cached_property

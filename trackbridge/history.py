@@ -182,7 +182,7 @@ class RunRecord:
 
     @cached_property
     def layers(self) -> pd.DataFrame:
-        """A row per step and layer: step, family ("layer" or "act"), layer, and a column per statistic. NaN: no value."""
+        """A row per step and layer: step, family ("layer", "act", ...), layer, and a column per statistic. NaN: no value."""
         import pandas as pd
 
         families: dict[tuple[str, str], dict[str, str]] = {}

@@ -231,3 +231,9 @@ def test_a_copy_of_a_watched_model_runs_unwatched() -> None:
     assert not logits(lab.close())
     lab.instruments.detach()
     assert not any(block._forward_pre_hooks or block._forward_hooks for block in model.blocks)
+
+
+def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    Lab(model, sgd(model), attention_every=1)
+    assert "no list of blocks" in caplog.text

@@ -58,6 +58,8 @@ class Attention:
             Field("logit", len(site_names), over_ranks="largest"),
             Field("logit_seen", len(site_names)),
         )
+        if config.attention_every and not site_names and not passed:
+            logger.warning("trackbridge: no attention logits: no list of blocks was found in the watched models.")
         if passed:
             logger.warning(
                 "trackbridge: no attention logits of %d blocks (%s%s): compiled before run.watch, they cannot be looked into.",

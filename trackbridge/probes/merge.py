@@ -35,7 +35,7 @@ MEASURED = ("grad_seen", "grad_counted", "weight_seen", "update_seen", "exp_avg_
 def merge_ranks(slab: Slab, copies: FloatArray, ranks: FloatArray, exchanged: IntArray | None = None) -> FloatArray:
     """One vector from the vectors of all ranks, shape (ranks, numbers); `copies` is `layout.parameter_copies`. Only numbers at
     the places `exchanged` differ between ranks, if given."""
-    merged = ranks[0].copy()
+    merged: FloatArray = ranks[0].copy()
     result = slab.unpack(merged)
     parts = {name: columns.T for name, columns in slab.unpack(ranks.T).items()}  # each of shape (ranks, size)
     differ = np.ones(len(merged), bool) if exchanged is None else np.zeros(len(merged), bool)
