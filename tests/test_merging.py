@@ -230,6 +230,20 @@ def test_a_rank_that_never_comes_costs_the_bound_once(caplog: pytest.LogCaptureF
     assert world.ready() == [], "it had come again: the whole bound holds"
 
 
+def test_one_ranks_loss_is_not_judged_by_the_band_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noisier. What is not finite is told all the same, and where it stays so the detector gets used to it."""
+    monkeypatch.setattr("trackbridge.merging.USED_TO", 2)
+    world = World(2, wait=0.0)
+    judged = []
+    for call, loss in enumerate((1.0, math.nan, 1.0)):
+        world.step(call, 0, loss=loss)
+        world.clock.now += 1.0
+        (done,) = world.leader.ready()
+        assert done.row.get("train/loss") is not None and done.judged.get("train/lr") == 0.1
+        judged.append(done.judged.get("train/loss"))
+    assert judged[0] is None and math.isnan(judged[1]) and judged[2] == 1.0
+
+
 def test_a_step_that_a_rank_left_out_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     """Its ring was full at that step; what it sent later says that nothing more will come."""
     world = World(2, wait=1000.0)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trackbridge import ranks
 from trackbridge.config import RanksConfig
+from trackbridge.detectors.units import is_loss
 from trackbridge.errors import Part
 from trackbridge.exchange import Exchange
 from trackbridge.names import LOCAL, is_wide
@@ -32,6 +33,7 @@ logger = logging.getLogger("trackbridge")
 
 WAITING_BYTES = 64 << 20
 """Rows that the leader holds back at most; beyond it the oldest is written as it is."""
+USED_TO = 32  # rows in a row that are this rank's own, after which its loss is judged as it is
 IMPATIENT = 1.0  # seconds that are waited for ranks which were late for the row before
 LOOK = (0.0005, 0.1)  # seconds between two questions to the store: at first, and at most
 REPLICAS = "param/replicas_differ"
@@ -42,10 +44,11 @@ RANKS_PER_LOOK = 64  # so many ranks more, so much longer
 @dataclass(frozen=True, slots=True, eq=False)
 class Concluded:
     """A row that may be judged and written. `broken` are the ranks whose own loss or activations are not finite, `apart` the
-    parameters whose replicas differ, with the ranks that stand alone."""
+    parameters whose replicas differ, with the ranks that stand alone. `judged` is what detectors see of it."""
 
     row: Row
     context: StepContext | None
+    judged: Row
     broken: tuple[int, ...] = ()
     apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -144,6 +147,7 @@ class Merger:
         self._late = False
         self._said: set[str] = set()
         self.unmerged = 0
+        self._in_a_row = 0
 
     @property
     def pause(self) -> float | None:
@@ -235,7 +239,13 @@ class Merger:
         self.unmerged += 1
         named = {name: value for name, value in head.own.items() if not is_wide(name)}
         named |= {"ranks/merged": 1.0, "trackbridge/rows_unmerged": float(self.unmerged)}
-        return Concluded(self._rows.whole(head.own, named, None), head.context)
+        row = self._rows.whole(head.own, named, None)
+        self._in_a_row += 1
+        if not self._exchange.alive or self._in_a_row > USED_TO:
+            return Concluded(row, head.context, row)
+        # one rank's loss is noisier than the mean of all: in the band of the mean it would be a spike
+        sound = {name: value for name, value in named.items() if not is_loss(name) or value - value != 0}
+        return Concluded(row, head.context, self._rows.whole(head.own, sound, None, without=named.keys()))
 
     def _merged(self, head: _Waiting, shares: list[Share]) -> Concluded:
         if any(share.step != head.own.step for share in shares):
@@ -249,10 +259,11 @@ class Merger:
         else:
             merged = None
             self._say("layouts", "ranks watch different modules: statistics of layers are rank 0's own, the rest is merged")
+        self._in_a_row = 0
         row = self._rows.whole(head.own, named, merged)
         broken = tuple(rank for rank, share in enumerate(shares) if share.broken)
         apart = reading.apart([share.numbers for share in shares[1:]]) if row.get(REPLICAS) else {}
-        return Concluded(row, head.context, broken, apart)
+        return Concluded(row, head.context, row, broken, apart)
 
     def _say(self, what: str, words: str, *values: object) -> None:
         if what not in self._said:

@@ -3,7 +3,7 @@ and the detectors can key on it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,9 +48,9 @@ class RowMaker:
             layout = self._lay_out(key, {**dict.fromkeys(host), **found} | {name: place for place, name in enumerate(host)})
         return self._row(step, time, layout, np.concatenate((_floats(host), values)))
 
-    def whole(self, own: Row, named: Mapping[str, float], merged: Reading | None) -> Row:
+    def whole(self, own: Row, named: Mapping[str, float], merged: Reading | None, *, without: Collection[str] = ()) -> Row:
         """The row of all ranks: `named` series, what `merged` statistics give, and those of `own` that could not be merged (all
-        of them where there are no merged statistics)."""
+        of them where there are no merged statistics, but those in `without`)."""
         values, present = merged.values() if merged is not None else (np.zeros(0), np.zeros(0, bool))
         key = (merged.session if merged else None, present.tobytes(), id(own.schema), *named)
         layout = self._layouts.get(key)
@@ -60,7 +60,7 @@ class RowMaker:
                 found |= {merged.session.series[place]: len(named) + place for place in np.flatnonzero(present).tolist()}
             found |= {name: place for place, name in enumerate(named)}
             for place, name in enumerate(own.schema.names):
-                if (merged is None or name.endswith(LOCAL)) and name.removesuffix(LOCAL) not in found:
+                if (merged is None or name.endswith(LOCAL)) and name.removesuffix(LOCAL) not in found and name not in without:
                     found[name] = len(named) + len(values) + place
             layout = self._lay_out(key, found, own.schema)
         return self._row(own.step, own.time, layout, np.concatenate((_floats(named), values, own.values)))

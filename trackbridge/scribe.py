@@ -290,7 +290,7 @@ class Scribe:
         else:
             if self._merging is not None:
                 self._merging.send(item.call, row, reading, item.tokens)
-            self._conclude(Concluded(row, context))
+            self._conclude(Concluded(row, context, row))
         if reading.histograms is not None:
             with self._counting:
                 self._rows.append(reading.histograms.record(item.step, item.time, self._attempt))
@@ -309,7 +309,7 @@ class Scribe:
         self._rows.append(row)
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
-                for anomaly in self._watch.update(row, done.context):
+                for anomaly in self._watch.update(done.judged, done.context):
                     if anomaly.id not in self.latest:
                         found, anomaly = anomaly, done.blamed(anomaly)
                         self._notes[anomaly.id] = anomaly.notes[len(found.notes) :]

@@ -121,6 +121,14 @@ def test_each_rank_keeps_its_own_batches_states_and_shards(recorded: Recorded) -
     ids = [{i for micro in capsule.micro_batches(rank)[ranks_kit.BAD] for i in micro.sample_ids or ()} for rank in (0, 1)]
     assert ids[0] and ids[1] and not ids[0] & ids[1]
     assert not np.array_equal(capsule.rng(40, rank=0)["torch"], capsule.rng(40, rank=1)["torch"]), "each its own dropout"
+    together, own = capsule.series(), [capsule.series(rank) for rank in (0, 1)]
+    losses = [rows[40]["train/loss"] for rows in (together, *own)]
+    assert losses[0] == (losses[1] + losses[2]) / 2 and losses[1] != losses[2]
+    assert together[40]["ranks/merged"] == 2 and "ranks/merged" not in own[0][40]
+    assert "layer/0.weight/grad_norm" in together[40]
+    assert ("layer/0.weight/grad_norm_local" in own[0][40]) is (recorded.kind == "fsdp2")
+    assert set(capsule.history_of(0)) == set(capsule.history_of(1)) == set(capsule.history)
+    assert capsule.history_of(0)[20]["train/loss"] != capsule.history[20]["train/loss"]
     whole = {name: tuple(value.shape) for name, value in ranks_kit.network().state_dict().items()}
     states = [capsule.state(rank)["models"][""] for rank in (0, 1)]
     shapes = [{name.removeprefix("module."): tuple(value.shape) for name, value in state.items()} for state in states]
