@@ -189,6 +189,9 @@ class DetectionConfig(Section):
     level: LevelConfig = LevelConfig()
     layers: LayersConfig = LayersConfig()
     rules: tuple[Rule, ...] = Field((), description="your own thresholds, see trackbridge.rules")
+    detectors: tuple[str, ...] = Field(
+        (), description="further detectors by name: published ones (olmo, trainscope, z-100, z-500), installed packages' own"
+    )
 
 
 class GuardConfig(Section):

@@ -1,4 +1,4 @@
-"""Published spike scores, as detectors to compare ours with. Not used for alarms.
+"""Published spike scores, as detectors to compare ours with. They raise alarms only where `detection.detectors` names them.
 
 All are a rolling z-score: (x - mean) / std over a window of the latest values, the present one left out, spikes left in.
 Like ours they call a non-finite value a verdict and keep it out of the window; the originals do not (OLMo's rule goes blind
@@ -68,9 +68,25 @@ class RollingScore:
         self.bind(bound)
 
 
+def olmo() -> RollingScore:
+    return RollingScore(128, 6.0, 64, ddof=1)
+
+
+def z_500() -> RollingScore:
+    return RollingScore(500, 3.5, 20)
+
+
+def z_100() -> RollingScore:
+    return RollingScore(100, 2.0, 20)
+
+
+def trainscope() -> RollingScore:
+    return RollingScore(200, 3.5, 30, ddof=1)
+
+
 REFERENCES: dict[str, Callable[[], RollingScore]] = {
-    "OLMo spike score, 6 sigma of 128": lambda: RollingScore(128, 6.0, 64, ddof=1),
-    "z > 3.5 of the last 500": lambda: RollingScore(500, 3.5, 20),
-    "z > 2 of the last 100": lambda: RollingScore(100, 2.0, 20),
-    "trainscope z-score, 3.5 of 200": lambda: RollingScore(200, 3.5, 30, ddof=1),
+    "OLMo spike score, 6 sigma of 128": olmo,
+    "z > 3.5 of the last 500": z_500,
+    "z > 2 of the last 100": z_100,
+    "trainscope z-score, 3.5 of 200": trainscope,
 }

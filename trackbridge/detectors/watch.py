@@ -13,7 +13,7 @@ from trackbridge.detectors import nonfinite
 from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
-from trackbridge.detectors.monitors import Level, Look, Regime, Sign, monitors
+from trackbridge.detectors.monitors import Foreign, Level, Look, Regime, Sign, monitors
 from trackbridge.detectors.periodic import Periods
 from trackbridge.detectors.plan import Plan, followed
 from trackbridge.detectors.units import is_global_gradient, is_loss
@@ -192,6 +192,9 @@ class Watch:
         if effect is not None:
             effect.join([(sign.series, sign.onset, 0)])
             return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
+        alike = self._alike(name, sign)
+        if alike is not None:
+            return [alike.refreshed(notes=(*alike.anomaly.notes, sign.note))]
         self._open.pop(name, None)  # the same again: an event of its own
         anomaly = Anomaly(
             id=self._name_it(row, sign.kind), kind=sign.kind, step=row.step, onset=sign.onset, severity=sign.severity,
@@ -213,6 +216,13 @@ class Watch:
             if episode is not None and episode.anomaly.onset - _CAUSE <= sign.onset and earliest <= episode.anomaly.onset:
                 return episode
         return None
+
+    def _alike(self, name: str, sign: Sign) -> Episode | None:
+        """The open event of another further detector that tells the same series: one event, however many see it."""
+        others = [key for key in self._open if key != name and isinstance(self._monitors.get(key), Foreign)]
+        if not isinstance(self._monitors[name], Foreign):
+            return None
+        return next((self._open[key] for key in others if self._open[key].anomaly.series == sign.series), None)
 
     def _cause(self, onset: int) -> Episode | None:
         """The told fault that an excursion from `onset` is the effect of. It is no longer an event of its own then."""

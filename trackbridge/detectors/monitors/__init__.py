@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
+from trackbridge.detectors.monitors.foreign import Foreign
 from trackbridge.detectors.monitors.learning_rate import LearningRate
 from trackbridge.detectors.monitors.level import Level
 from trackbridge.detectors.monitors.loss_scale import LossScale
@@ -21,7 +22,7 @@ from trackbridge.detectors.monitors.rule import RuleMonitor
 from trackbridge.detectors.monitors.stall import Stall
 from trackbridge.detectors.monitors.throughput import Throughput
 
-__all__ = ["Level", "Look", "Monitor", "Regime", "Sign", "Stall", "monitors"]
+__all__ = ["Foreign", "Level", "Look", "Monitor", "Regime", "Sign", "Stall", "monitors"]
 
 
 def monitors(settings: DetectionConfig) -> list[Monitor]:
@@ -39,4 +40,5 @@ def monitors(settings: DetectionConfig) -> list[Monitor]:
         (settings.stall.enabled, Stall(settings.stall)),
         (settings.plateau.enabled, Plateau(settings.plateau)),
     ]
-    return [monitor for enabled, monitor in every if enabled] + [RuleMonitor(rule) for rule in settings.rules]
+    own = [monitor for enabled, monitor in every if enabled] + [RuleMonitor(rule) for rule in settings.rules]
+    return own + [Foreign(name, settings.quiet) for name in settings.detectors]
