@@ -51,6 +51,10 @@ class Later:
     def exhausted(self) -> None:
         self._intake.exhausted()
 
+    def forget(self) -> None:
+        """No step will use what was fetched."""
+        self._waiting.clear()
+
     def tell(self) -> None:
         """The step that uses these batches begins now."""
         waiting, self._waiting = self._waiting, []

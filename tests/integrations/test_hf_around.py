@@ -125,6 +125,16 @@ if __name__ == "__main__":
     from trackbridge import replay
     report = replay.rerun(trackbridge.pull("runs/two@52"), build)
     sys.stdout.write(f"VERDICT {dist.get_rank()} {report.verdict} {report.reason}\\n")
+
+    class Diverging(InOrder):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.state.global_step == 4 and dist.get_rank() == 1 else loss
+
+    stopping = trackbridge.hf.Callback(strict=True, stop_on_anomaly=0.5)
+    made = trainer(Path("out"), stopping, data=Counting(960), kind=Diverging, max_steps=60, ddp_backend="gloo")
+    made.train()
+    sys.stdout.write(f"STOPPED {dist.get_rank()} {made.state.global_step}\\n")
     dist.barrier()
     dist.destroy_process_group()
 """
@@ -148,6 +158,8 @@ def test_two_ranks_are_one_run_resumed_and_replayed(tmp_path: Path) -> None:
     assert sorted(ids[0] + ids[1]) == list(range(800, 960))
     verdicts = sorted(line for line in out.splitlines() if line.startswith("VERDICT"))
     assert [line.split()[2] for line in verdicts] == ["exact", "exact"], out
+    stopped = [int(line.split()[2]) for line in out.splitlines() if line.startswith("STOPPED")]
+    assert len(stopped) == 2 and stopped[0] == stopped[1] < 60, "F6: all ranks leave together"
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own

@@ -134,6 +134,7 @@ class Training:
             iterator = self._passing(epoch_iterator)
             found = original(iterator, num_batches, *args, **kwargs)
             if self._left_over(len(found[0]), num_batches):
+                self._later.forget()
                 found = original(iter(()), num_batches, *args, **kwargs)
             self._group = max(len(found[0]), 1)
             return found
