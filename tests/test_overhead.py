@@ -63,6 +63,26 @@ def test_what_comes_after_the_step_was_closed_is_the_next_ones() -> None:
     assert expense.close(1, 4.0) == 0.75
 
 
+def test_threads_nest_for_themselves() -> None:
+    """A thread of the user's that logs while the training thread is in a hook of ours leaves nothing open."""
+    expense = Expense()
+    inside, done = threading.Event(), threading.Event()
+
+    def log() -> None:
+        with Part("the run", timer=expense):
+            inside.set()
+            done.wait(20)
+
+    other = threading.Thread(target=log)
+    with Part("a hook", timer=expense):
+        other.start()
+        inside.wait(20)
+    done.set()
+    other.join()
+    assert expense.close(0, 1000.0) > 0
+    assert expense.close(1, 1000.0) == 0
+
+
 def shares(throttle: Throttle, fixed: float, thinned: float, windows: int) -> list[int]:
     """The factor after each window of a run whose measuring costs `fixed`, and `thinned` over the factor."""
     factors = []

@@ -37,41 +37,51 @@ HEARD_S = 1.0  # how often a rank looks for what rank 0 has decided
 AHEAD_S = 5.0  # between the decision and the step from which it holds: by then every rank has heard of it
 
 
+class _Entered(threading.local):
+    """How deep a thread is in our code, and since when."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.since = 0.0
+        self.event: Any = None
+
+
 class Expense:
     """Time spent in our own code on the training thread, in seconds. `enter` and `leave` nest; the outermost pair counts.
 
-    Hooks of a backward pass run on another thread while the training thread waits for it, so they count as its own.
+    Each thread nests for itself. Hooks of a backward pass run on another thread while the training thread waits for it, so they
+    count as its own; so does what a thread of the user's calls.
     Measuring inside a compiled graph is invisible here.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.device: torch.device | None = None  # CUDA, to be timed as well
         self._now = now
-        self._depth = 0
-        self._since = 0.0
+        self._here = _Entered()
         self._seconds = 0.0
         self._sampling = False
-        self._open: Any = None
         self._pairs: list[tuple[Any, Any]] = []
         self._pending: deque[tuple[float, list[tuple[Any, Any]]]] = deque()
         self._device_share: float | None = None
 
     def enter(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
+        here = self._here
+        here.depth += 1
+        if here.depth == 1:
             if self._sampling:
-                self._open = self._event()
-            self._since = self._now()
+                here.event = self._event()
+            here.since = self._now()
 
     def leave(self) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0:
-            self._seconds += self._now() - self._since
-            if self._open is not None:
+        here = self._here
+        here.depth -= 1
+        if here.depth == 0:
+            self._seconds += self._now() - here.since
+            if here.event is not None:
                 ended = self._event()
                 if ended is not None:
-                    self._pairs.append((self._open, ended))
-                self._open = None
+                    self._pairs.append((here.event, ended))
+                here.event = None
 
     def close(self, step: int, seconds: float) -> float:
         """Step `step` took `seconds` and ends now: the share of it that was ours.
@@ -79,10 +89,11 @@ class Expense:
         On CUDA the greater of the two shares, the host's and the device's: where the device is what the run waits for, only its
         own time delays a step; where the host is, only the host's.
         """
-        if self._depth:  # `run.step` itself: what comes of it belongs to the next
+        here = self._here
+        if here.depth:  # `run.step` itself: what comes of it belongs to the next
             now = self._now()
-            self._seconds += now - self._since
-            self._since = now
+            self._seconds += now - here.since
+            here.since = now
         own, self._seconds = self._seconds, 0.0
         if self._pairs:
             self._pending.append((seconds, self._pairs))
