@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,17 +18,9 @@ from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, contexts, fin
 from trackbridge import replay
 from trackbridge.errors import UsageError
 
+ROOT = Path(__file__).parents[2]
 BAD = 52
 STEPS = 60
-BUILD = """
-import sys
-sys.path.insert(0, {root!r})
-import trackbridge
-from tests.integrations.test_hf_replay import make
-
-def build():
-    return trackbridge.hf.rebuild(make({out!r}, trackbridge.hf.Callback(dir={out!r})))
-"""
 
 
 def make(out: Any, *callbacks: Any, **changes: Any) -> Any:
@@ -67,20 +60,40 @@ def test_a_resume_goes_on_with_the_same_run(recorded: tuple[Path, str]) -> None:
     assert state["run_id"] == run_id and state["step"] == 50
 
 
-def test_exact_from_a_pulled_capsule_in_a_fresh_process(recorded: tuple[Path, str], tmp_path: Path) -> None:
+def test_exact_over_the_resume(recorded: tuple[Path, str], tmp_path: Path) -> None:
     """The window begins at the checkpoint: the first step after the resume is in it, whose random state was put back between
-    its fetch and its use."""
+    its fetch and its use (D5)."""
     directory, run_id = recorded
-    reference = f"{directory / 'runs' / run_id}@{BAD}"
-    capsule = trackbridge.pull(reference)
+    capsule = trackbridge.pull(f"{directory / 'runs' / run_id}@{BAD}")
     assert capsule.tier == "re-execute" and capsule.steps[0] == 50, capsule.steps
-    (tmp_path / "mine.py").write_text(BUILD.format(root=str(Path(__file__).parents[2]), out=str(tmp_path / "out")))
-    ran = subprocess.run(
-        [sys.executable, "-m", "trackbridge.cli", "replay", reference, "--build", "mine:build"],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0 and "exact" in ran.stdout, ran.stdout + ran.stderr
-    assert "not-reproduced" not in ran.stdout and not list((tmp_path / "out").glob("2*"))  # no run is recorded by a replay
+    own = trackbridge.hf.Callback(dir=tmp_path / "runs")
+    report = replay.rerun(capsule, lambda: trackbridge.hf.rebuild(make(tmp_path / "out", own)))
+    assert report.verdict == "exact", report
+    assert own.run is None and not (tmp_path / "runs").exists()  # a replay is no training
+
+
+def test_the_example_is_recorded_and_replayed_exactly_in_a_fresh_process(tmp_path: Path) -> None:
+    """The whole of `examples/huggingface`: its run, its own `build`, the command that it prints."""
+    shutil.copy(ROOT / "examples" / "huggingface" / "train.py", tmp_path)
+    said = ran(tmp_path, "train.py")
+    spike, command = said.splitlines()[-2:]
+    assert spike.startswith("spike of train/loss at step 45")
+    assert "exact" in ran(tmp_path, "-m", "trackbridge.cli", *command.split()[1:])
+
+
+def ran(folder: Path, *command: str) -> str:
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 def test_without_raw_batches_they_are_made_again_of_their_samples(recorded: tuple[Path, str], tmp_path: Path) -> None:
