@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trackbridge import names, panels
-from trackbridge.names import is_wide
+from trackbridge.names import LOCAL, is_wide
 from trackbridge.records import Anomaly
 from trackbridge.reports.decimate import Span
 from trackbridge.reports.embed import SeriesBlock
@@ -63,7 +63,8 @@ def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
     """(what ``assets/page`` reads, sentences on what was left out or thinned)."""
     anomalies = data.anomalies
     block = SeriesBlock(windows=[window(anomaly) for anomaly in anomalies[:MARKS]])
-    series = block.pack(data.series)
+    seen = {name: line for name, line in data.series.items() if not name.removesuffix(LOCAL).endswith("/checksum")}
+    series = block.pack(seen)
     curves = {f"outcome-{place}": c for place, spike in enumerate(data.spikes) if (c := _outcomes(spike, data, block))}
     if data.rank_curves:
         curves["ranks"] = [{"label": name, "line": block.add(*pair)} for name, pair in data.rank_curves.items()]
@@ -74,7 +75,7 @@ def payload(data: PageData) -> tuple[dict[str, Any], list[str]]:
         "panels": chosen(data.series, anomalies[0].series if anomalies else None),
         "marks": marks(anomalies),
         "subject": subject(anomalies[0]) if anomalies else None,
-        "statistics": _statistics(data.series),
+        "statistics": _statistics(seen),
         "histograms": histograms,
         "curves": curves,
         "live": None if data.live is None else {**data.live, "complete": not block.left_out},
