@@ -25,18 +25,19 @@ class Wires:
         original = getattr(owner, name, None)
         if original is None:
             return False
-        made = make(original)
+        now = [make(original)]
 
         @functools.wraps(original)
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return made(*args, **kwargs)
+            return now[0](*args, **kwargs)
 
         mine = MethodType(method, owner)
         own = vars(owner).get(name)  # somebody else's wire, to be put back as it was
         setattr(owner, name, mine)
 
         def undo() -> None:
-            if vars(owner).get(name) is not mine:  # somebody put another one around ours: leave it
+            now[0] = original  # should somebody have put another one around ours, as a schedule does, it leads there
+            if vars(owner).get(name) is not mine:
                 return
             if own is None:
                 delattr(owner, name)

@@ -9,6 +9,7 @@ where ours fails, it goes on alone. Nothing is gathered from other processes.
 | `Accelerator.clip_grad_norm_`, `clip_grad_value_` | the gradient before it is clipped |
 | `AcceleratedOptimizer.step` | the end of a step: when it steps, not when it accumulates |
 | `Accelerator.save_state`, `load_state` | a pause; the run's state beside the checkpoint |
+| `Accelerator.skip_first_batches` | the rest of an epoch after a resume, noted as well |
 """
 
 from __future__ import annotations
@@ -109,9 +110,7 @@ def watch(
     if loader is None:
         watching.note_inputs()
         return None
-    feed = run.feed(loader, skip=skip)
-    feed._observer = _Noting(watching, feed._observer)
-    return feed
+    return watching.feed(loader.loader if isinstance(loader, Feed) else loader, skip)
 
 
 class Watching:
@@ -132,6 +131,7 @@ class Watching:
         self._accelerator = accelerator
         self._count = (tokens, samples)
         self._part = Part("the Accelerate integration")
+        self._skip: SkipPlan | str | Path | None = None
         self._norm: Tensor | float | None = None
         self._counts: tuple[int | None, ...] = (None, None)  # tokens and samples of the batch under way
         self._consumed = [0, 0]  # and of a step's batches that have no loss of their own
@@ -152,12 +152,20 @@ class Watching:
         self._wires.replace(accelerator, "clip_grad_value_", self._clipping_value)
         self._wires.replace(accelerator, "save_state", self._saving)
         self._wires.replace(accelerator, "load_state", self._loading)
+        self._wires.replace(accelerator, "skip_first_batches", self._skipping)
 
     def close(self) -> None:
         """Every method is what it was."""
         self._wires.cut()
         for handle in self._handles:
             handle.remove()
+
+    def feed(self, loader: Any, skip: SkipPlan | str | Path | None, known_as: Any = None) -> Feed[Any]:
+        """`loader`, each batch noted. `known_as` is the loader of whole epochs, where this is the rest of one."""
+        self._skip = skip
+        made = self.run.feed(loader, skip=skip, known_as=known_as)
+        made._observer = _Noting(self, made._observer)
+        return made
 
     def note_inputs(self) -> None:
         """A micro-batch is what the first model is called with. Before the recorder's own hook, which begins the step."""
@@ -256,6 +264,14 @@ class Watching:
             return found
 
         return load_state
+
+    def _skipping(self, original: Method) -> Method:
+        def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(dataloader, Feed):
+                return original(dataloader, *args, **kwargs)
+            return self.feed(original(dataloader.loader, *args, **kwargs), self._skip, known_as=dataloader.loader)
+
+        return skip_first_batches
 
     def _go_on(self, before: dict[str, Any] | None) -> None:
         if before is None:

@@ -52,7 +52,8 @@ class Training:
         watched = optimizers_of(trainer)
         self._keys = {id(optimizer): key for key, optimizer in watched.items()}
         self._losses = Losses(list(watched))
-        run.watch(trainer.strategy.model, watched, scaler=scaler_of(trainer), state=state_of(trainer))  # DDP says what is replicated
+        model = trainer.strategy.model  # in DDP's wrapper, which says what is replicated
+        run.watch(model, watched, scaler=scaler_of(trainer), state=state_of(trainer))
         self._parameters = list(module.parameters())
         self._handles = [
             optimizer.register_step_post_hook(lambda *_, key=key: self._stepped.add(key)) for key, optimizer in watched.items()
