@@ -59,7 +59,7 @@ def dot(a: Array, b: Array) -> float:
     rows, width = _fold(n)
     whole = rows * width
     parts = np.matmul(a[:whole].reshape(rows, 1, width), b[:whole].reshape(rows, width, 1))
-    return sum(parts.ravel().tolist()) + (float(np.dot(a[whole:], b[whole:])) if whole < n else 0.0)
+    return _sum_of(parts) + (float(np.dot(a[whole:], b[whole:])) if whole < n else 0.0)
 
 
 def total(a: Array) -> float:
@@ -70,7 +70,12 @@ def total(a: Array) -> float:
     rows, width = _fold(n)
     whole = rows * width
     parts = np.matmul(a[:whole].reshape(rows, 1, width), ones[:width].reshape(1, width, 1))
-    return sum(parts.ravel().tolist()) + (float(np.dot(a[whole:], ones[: n - whole])) if whole < n else 0.0)
+    return _sum_of(parts) + (float(np.dot(a[whole:], ones[: n - whole])) if whole < n else 0.0)
+
+
+def _sum_of(parts: Array) -> float:
+    found: list[float] = parts.ravel().tolist()
+    return sum(found)
 
 
 @lru_cache(maxsize=1024)
@@ -146,7 +151,7 @@ def _starts(sizes: Sequence[int], which: Sequence[int]) -> npt.NDArray[np.intp]:
 
 def _join(tensors: Sequence[Tensor]) -> FloatArray:
     """Their elements, one tensor after the other."""
-    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))
+    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))  # type: ignore[no-untyped-call]
     return flat.detach().double().numpy()
 
 

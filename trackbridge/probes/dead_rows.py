@@ -69,8 +69,8 @@ class DeadRowProbe:
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         dead, seen = stats["dead_rows"], stats["dead_seen"] > 0
-        known = seen.any() and not ((stats["dead_held"] > 0) & ~seen).any()
-        return np.concatenate(([dead[seen].sum()], dead)), np.concatenate(([known], seen))
+        known = bool(seen.any() and not ((stats["dead_held"] > 0) & ~seen).any())
+        return np.concatenate(([dead[seen].sum()], dead)), np.concatenate((np.array([known]), seen))
 
     @torch.no_grad()
     def _look(self, optimizer: Any) -> None:
@@ -132,7 +132,7 @@ def _alive(x: Tensor) -> Tensor:
         return x.ne(0).any(1)
     alive = x[:, :HEAD].ne(0).any(1)
     if x.shape[1] > HEAD:
-        for part in torch.nonzero(~alive).flatten().split(max(1, PIECE // x.shape[1])):
+        for part in torch.split(torch.nonzero(~alive).flatten(), max(1, PIECE // x.shape[1])):
             alive[part] = x[part].ne(0).any(1)
     return alive
 
