@@ -14,7 +14,8 @@ _MANY = 0.02  # a share of new tokens from which they could move the loss
 WORDS = {
     "new": "share of new values", "pairs": "share of new neighbours", "share": "share of the most frequent value",
     "mixture": "distance of the known tokens' shares from those of earlier batches",
-    "variety": "count of different known tokens", "largest": "largest value", "profile": "distance of the features' means from those of earlier batches",
+    "variety": "count of different known tokens", "largest": "largest value",
+    "profile": "distance of the features' means from those of earlier batches",
     "mean": "mean", "std": "standard deviation", "unique": "count of different values",
 }  # fmt: skip
 
@@ -99,6 +100,11 @@ def corrupt_batch(view: View, case: Case) -> None:
     if odd and stays:
         case.against(STRONG, f"the batches after it are like it: {stays}")
     saw = view.moved_first_module if not view.batches.tensors and not view.gradual else None
+    hot = view.hot_rows if not view.batches.tensors and not view.gradual else None
+    if hot is not None and hot[1] > 1 and len(hot[0]) == hot[1]:
+        rows = ", ".join(map(str, hot[0]))
+        case.add(SOLID, f"no batch is recorded, but the hottest rows of the embedding never were so hot before: {rows}")
+        case.add(WEAK, "not one of them is a usual one")
     if saw is not None and saw[1] > _CALM:
         case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
     elif not view.batches.tensors and not view.gradual and view.input_module is None and (view.loss_jump or 0.0) > JUMPED:
@@ -117,6 +123,10 @@ def rare_token(view: View, case: Case) -> None:
         case.add(WEAK, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before")
     elif new:
         case.add(SOLID, f"tokens {', '.join(map(str, new[:5]))} of the batch are outside the range of all batches before")
+    hot = view.hot_rows if not view.batches.tensors else None
+    if hot is not None and hot[0]:
+        rows = ", ".join(map(str, hot[0]))
+        case.add(SOLID, f"the largest gradients of the embedding are those of tokens that never had them before: {rows}")
     if not case.supports:
         return
     rises = {name: z for name in view.family("layer/", "/grad_norm") if (z := view.rise(name)) is not None}
@@ -163,7 +173,9 @@ def label_fault(view: View, case: Case) -> None:
     if act is not None and loss is not None and (jumped or stays) and view.anomaly.kind != "nonfinite":
         if act[1] < _CALM:
             most = f"largest change: {act[0]}, {number(act[1])} sigmas"
-            known = view.batches.known or (not view.batches.tensors and view.input_module is not None)
+            usual_tokens = view.hot_rows is not None and not view.hot_rows[0]
+            seen = view.input_module is not None or usual_tokens
+            known = view.batches.known or (not view.batches.tensors and seen)
             weight = SOLID if known else 0  # modules that look up or normalise hide what the inputs were
             case.add(weight, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
             case.add(0, "so the targets changed, not the inputs or the weights")
@@ -175,6 +187,12 @@ def label_fault(view: View, case: Case) -> None:
             case.against(SOLID, f"{act[0]} moved {number(act[1])} sigmas")
     if not case.supports:
         return
+    if not view.batches.tensors and view.hot_rows is not None:
+        new, count = view.hot_rows
+        if new:
+            case.against(STRONG, f"{len(new)} of the {count} hottest rows of the embedding never were so hot before")
+        else:
+            case.add(WEAK, "the tokens with the largest gradients are the usual ones")
     if view.batches.known and not inputs:
         case.add(WEAK, "the inputs' statistics are as usual")
     for one in inputs[:2]:

@@ -23,6 +23,7 @@ from trackbridge.diagnosis.view import (
 FP16_MAX = 65504.0
 _GROWN = 1.6  # of an activation over some 50 steps
 _APART = 4.0  # times `JUMPED`, from which a jump is no part of what moved before it
+_ALL_OF_IT = 0.9  # of a weight's norm in one element
 _BROKE = 2.5  # times its size, from which growth may show all at once
 _ALONE = 3.0  # times the change of any other layer: what an update does to all is no damage to one
 
@@ -135,6 +136,9 @@ def attention_logit_growth(view: View, case: Case) -> None:
     if together and all(is_attention(name) for name, _ in together):
         case.add(STRONG + WEAK, f"{len(together)} weights of attention changed in between and no other did: {together[0][0]} "
                                 f"{times(together[0][1])}")  # fmt: skip
+    sampled = view.grown(view.family("act/", "/sampled_logit_max"), _GROWN)
+    if sampled:
+        case.add(STRONG + WEAK, f"{sampled[0][1]} had grown {times(sampled[0][0])}")
     apart = _gradients_apart(view) if view.gradual or view.lead >= 2 else None
     if apart is not None:
         name, own, others = apart
@@ -198,6 +202,9 @@ def embedding_instability(view: View, case: Case) -> None:
 def _single_element(view: View, weight: str) -> bool:
     """One element of the series `weight` changed: what came back through it reached one unit alone, or its module's maximum
     rose far more than its root mean square."""
+    share = _largest_share(view, weight)
+    if share is not None:
+        return share > _ALL_OF_IT
     if view.lone_unit(weight.removeprefix("layer/").removesuffix("/weight_norm")) is not None:
         return True
     first = view.first_jump
@@ -206,6 +213,14 @@ def _single_element(view: View, weight: str) -> bool:
     site = view.jumps[first[0]][0]
     top, mean = view.rise(f"act/{site}/max"), view.rise(f"act/{site}/rms")
     return top is not None and mean is not None and top > 3 * mean
+
+
+def _largest_share(view: View, weight: str) -> float | None:
+    """The largest element of a weight over its norm, as first measured from the onset on; None if that is not measured."""
+    tops, norms = (view.near(name, 10) for name in (weight.removesuffix("_norm") + "_max", weight))
+    if not len(tops) or len(tops) != len(norms) or not norms[0] > 0:
+        return None
+    return float(tops[0] / norms[0])
 
 
 def _changed_together(view: View) -> list[tuple[str, float]]:
@@ -296,7 +311,10 @@ def _explained(view: View, case: Case, name: str) -> None:
         return
     if _single_element(view, name):
         lone = view.lone_unit(layer.removeprefix("layer/"))
-        if lone is not None:
+        share = _largest_share(view, name)
+        if share is not None:
+            case.add(SOLID, f"one number in it: its largest element has {share:.0%} of its norm")
+        elif lone is not None:
             case.add(SOLID, f"one number in it: since the onset all of {lone.removesuffix('_max')} is one element")
     elif view.first_jump is not None:
         case.against(STRONG, "many of its elements changed, not one")

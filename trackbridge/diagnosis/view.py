@@ -25,6 +25,7 @@ JUMPED = 8.0
 """Robust sigmas from which an activation has jumped in one step."""
 _RISE, _STEPWISE = 0.4, 0.4  # in log space; the share of one step in a gradual rise
 _ACTIVATIONS = ("rms", "max", "std", "kurtosis")
+_TOKENS_FROM, _SELDOM = 32, 0.2  # steps before the onset, and the share of new rows, with which a new one says something
 _LOOKBACK = 64  # a first mover from further back is another story
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe)([._/]|$)", re.IGNORECASE)
 _HEAD = re.compile(r"(^|[._/])(\w*head|out|output|classifier|fc|final|logits|score)([._/]|$)", re.IGNORECASE)
@@ -313,6 +314,29 @@ class View:
         if not self.sites or not self.parameters or is_embedding(self.sites[0]):
             return None
         return self.sites[0] if self.parameters[0].rpartition(".")[0] == self.sites[0] else None
+
+    @cached_property
+    def hot_rows(self) -> tuple[list[int], int] | None:
+        """(token ids among the embedding rows with the largest gradients at the onset that never were among them before, how
+        many rows that are): what the inputs were, where no batch is recorded. None where it is not measured, or where new ones
+        are usual."""
+        series = [self.series(name) for name in self.names if name.startswith("embedding/hottest_row/")]
+        by_step: dict[int, set[int]] = {}
+        for steps, values in series:
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                if np.isfinite(value):
+                    by_step.setdefault(step, set()).add(int(value))
+        before = [by_step[step] for step in sorted(by_step) if step < self.onset]
+        now = by_step.get(self.onset)
+        if not now or len(before) < _TOKENS_FROM:
+            return None
+        seen: set[int] = set().union(*before[: len(before) // 2])
+        fresh = 0
+        for rows in before[len(before) // 2 :]:
+            fresh += len(rows - seen)
+            seen |= rows
+        usual = fresh / max(sum(map(len, before[len(before) // 2 :])), 1)
+        return (sorted(now - seen), len(now)) if usual < _SELDOM else None
 
     def lone_unit(self, parameter: str) -> str | None:
         """The series of a gradient before `parameter` in the model that one element alone has had all of since the onset, and
