@@ -19,7 +19,7 @@ from trackbridge.exchange import Exchange
 from trackbridge.merging import Merger, Sender
 from trackbridge.names import describe
 from trackbridge.probes import moments
-from trackbridge.probes.merge import _merge_moments
+from trackbridge.probes.merge import _merge_moments, merge_ranks
 from trackbridge.probes.session import Reading
 from trackbridge.records import MicroBatch, Row, StepContext
 from trackbridge.rowmaker import RowMaker
@@ -364,3 +364,22 @@ def test_without_the_leaders_word_nothing_is_deleted() -> None:
     other.finish()
     other.send(1, b"x")
     assert keys(store, 2) == [0], "and nothing is sent any more"
+
+
+def test_shards_that_some_ranks_hold_twice_are_counted_once() -> None:
+    """HSDP on four ranks: two pieces, each on two of them; a parameter that all have; one that says nothing of its layout."""
+    lab = Lab(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False)), sites=[])
+    slot = lab.instruments.close(0)
+    assert slot is not None
+    reading = lab.instruments.read(slot)
+    ranks = np.repeat(reading.numbers[None], 4, axis=0)
+    for rank, numbers in enumerate(ranks):
+        of = reading.session.slab.unpack(numbers)
+        of["grad_norm"][:] = [3.0 if rank < 2 else 4.0, 7.0, 1.0]
+        of["grad_max"][:] = [1.0 + rank, 2.0, 1.0]
+        of["grad_nonfinite"][:] = [rank // 2, 5.0, 1.0]
+        of["grad_seen"][:] = 1.0
+    merged = reading.session.slab.unpack(merge_ranks(reading.session.slab, np.array([2.0, 4.0, 0.0]), ranks))
+    assert merged["grad_norm"][:2].tolist() == [5.0, 7.0]
+    assert merged["grad_max"][:2].tolist() == [4.0, 2.0] and merged["grad_nonfinite"][:2].tolist() == [1.0, 5.0]
+    assert merged["grad_seen"].tolist() == [1.0, 1.0, 0.0], "what nobody knows is taken out"
