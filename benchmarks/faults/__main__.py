@@ -72,7 +72,8 @@ def _progress(found: Iterable[Outcome], count: int, file: Path | None) -> Iterab
     start = time.monotonic()
     for number, outcome in enumerate(found, 1):
         told = "false alarms" if outcome.false_alarms else outcome.first if outcome.cause != "healthy" else "quiet"
-        line = f"{number}/{count} {time.monotonic() - start:.0f}s {outcome.plan.way} {outcome.plan.task}: {outcome.error or told}"
+        took = f"{number}/{count} {time.monotonic() - start:.0f}s"
+        line = f"{took} {outcome.plan.way} {outcome.plan.task}: {outcome.error or told}"
         print(
             f"\r{line:<100.100}" if sys.stderr.isatty() else line, end="\n" if not sys.stderr.isatty() else "", file=sys.stderr
         )

@@ -15,8 +15,8 @@ _STARTS = 4  # pools: a process that is killed takes its pool along
 
 
 def outcomes(todo: Sequence[Plan], jobs: int, keep: Path | None = None, seconds: float | None = None) -> Iterator[Outcome]:
-    """The outcomes of `todo` as they come, at most for so many `seconds`. A trial that raises has an `error` in its outcome; one
-    whose process is killed is tried again, with the others that were under way."""
+    """The outcomes of `todo` as they come, at most for so many `seconds`. A trial that raises has an `error` in its outcome;
+    one whose process is killed is tried again, with the others that were under way."""
     end = None if seconds is None else time.monotonic() + seconds
     if jobs <= 1:
         for plan in todo:

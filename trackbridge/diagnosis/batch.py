@@ -219,8 +219,8 @@ class Past:
 
     def compare(self, array: npt.NDArray[Any], *, learn: bool) -> Iterator[tuple[str, float]]:
         """Integers: the shares of values (``new``), of different values (``kinds``) and of neighbours along the last axis
-        (``pairs``) that never came before; of those that did, the number of different ones (``variety``) and ``mixture``: how far
-        their shares lie from what they have been, as a Jensen-Shannon divergence in bits (IEEE Trans. Inf. Theory 37, 1991).
+        (``pairs``) that never came before; of those that did, the number of different ones (``variety``) and ``mixture``: how
+        far their shares lie from the usual, as a Jensen-Shannon divergence in bits (IEEE Trans. Inf. Theory 37, 1991).
         Floats: ``mean``, ``std``, ``largest``, and ``profile``: how far the mean over the batch, feature by feature, lies from
         that of the batches before, as a root mean square."""
         if array.dtype.kind == "f":

@@ -140,6 +140,7 @@ class StalePair(Fault):
 
     always, cause, sizes, second_sizes, lr = True, "stale-second-moment", (1e-5,), (1e-7,), 3.0
     names = ("mlp.0.weight", "layers.0.weight", "up.weight", "rnn.weight_hh", "body.0.1.weight")
+    others = ("mlp.2.weight", "inp.weight", "down.weight", "out.weight", "body.0.4.weight")
     fits = staticmethod(adaptive)
 
     def prepare(self, trial: Trial) -> None:
@@ -147,8 +148,8 @@ class StalePair(Fault):
 
     def before(self, trial: Trial) -> None:
         if trial.step == self.at:
-            for parameter in (trial.parameter(*self.names), trial.parameter("mlp.2.weight", "inp.weight", "down.weight", "out.weight",
-                                                                            "body.0.4.weight")):  # fmt: skip
+            for names in (self.names, self.others):
+                parameter = trial.parameter(*names)
                 trial.optimizer.state[parameter]["exp_avg_sq"].mul_(self.size)
 
 
@@ -283,6 +284,6 @@ class UnseenAmplified(Noise):
 
 
 MORE: tuple[type[Fault], ...] = (
-    PartlyNoise, Amplified, Jumbled, UnseenShuffled, UnseenAmplified, Harder, ScatteredRare, Twice, RateRamp, OneRate, StalePair,
-    Decayed, LastRow, HeadWord, NanWeight, QueryGrowth, EmbeddingNoise, UnitBias, HalfInputs,
+    PartlyNoise, Amplified, Jumbled, UnseenShuffled, UnseenAmplified, Harder, ScatteredRare, Twice, RateRamp, OneRate,
+    StalePair, Decayed, LastRow, HeadWord, NanWeight, QueryGrowth, EmbeddingNoise, UnitBias, HalfInputs,
 )  # fmt: skip
