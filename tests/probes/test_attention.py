@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import acts
+from trackbridge.config import ActivationsConfig, ParametersConfig
+from trackbridge.probes import Instruments, attention
 from trackbridge.probes.attention import largest
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
@@ -237,3 +239,68 @@ def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> Non
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     Lab(model, sgd(model), attention_every=1)
     assert "no list of blocks" in caplog.text
+
+
+MASKS = ("none", "mask", "each head's", "padding", "both")
+
+
+class Encoder(nn.Module):
+    """torch's own layers."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, HEADS, 16, dropout=0.0, batch_first=batch_first, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None, padding: Tensor | None) -> Tensor:
+        return self.encoder(x, mask=mask, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize(
+    "batch_first, masks, way",
+    [
+        *((batch_first, masks, "eager") for masks in MASKS for batch_first in (False, True)),
+        *((True, masks, "compiled") for masks in ("none", "both")),
+    ],
+)
+def test_torchs_own_layers(batch_first: bool, masks: str, way: str) -> None:
+    torch._dynamo.reset()
+    model = Encoder(batch_first)
+    x = data(length=10).detach()
+    mask = {"mask": ~torch.ones(10, 10, dtype=torch.bool).tril(), "both": ~torch.ones(10, 10, dtype=torch.bool).tril()}.get(
+        masks
+    )
+    if masks == "each head's":
+        mask = torch.randn(3 * HEADS, 10, 10, generator=torch.Generator().manual_seed(1)) * 5
+    padding = torch.arange(10)[None].repeat(3, 1) > 6 if masks in ("padding", "both") else None
+    layer = model.encoder.layers[0]
+    with torch.no_grad():
+        q, k = F.linear(layer.norm1(x), layer.self_attn.in_proj_weight[:64], layer.self_attn.in_proj_bias[:64]).split(32, -1)
+        every = q.view(3, 10, HEADS, WIDTH).transpose(1, 2) @ k.view(3, 10, HEADS, WIDTH).permute(0, 2, 3, 1) * WIDTH**-0.5
+    if mask is not None:
+        every = every.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else every + mask.view(3, HEADS, 10, 10)
+    if padding is not None:
+        every = every.masked_fill(padding[:, None, None, :], -math.inf)
+    lab = Lab(model, sgd(model), attention_every=1, attention_queries=4)
+    run: Any = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    given = x if batch_first else x.transpose(0, 1)
+    run(given, mask, padding).sum().backward()
+    found = logits(lab.close())
+    assert found["encoder.layers.0"] == pytest.approx(every[..., 0::3, :].max().item(), rel=1e-5)
+    assert found.keys() == {"encoder.layers.0", "encoder.layers.1"}
+
+
+def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("a bug of ours")
+
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(attention, "largest", broken)
+    model = Model()
+    instruments = Instruments(ParametersConfig(), ActivationsConfig(attention_every=1))
+    instruments.attach({"": model}, {"": sgd(model)})
+    for seed in range(3):
+        model(data(seed)).sum().backward()
+        assert instruments.close(seed) is not None
+    assert sum("a bug of ours" in (record.exc_text or "") for record in caplog.records) == 1

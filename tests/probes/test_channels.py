@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import Stack, acts, batch, outputs
 from tests.probes.test_moments import CASES, randn
-from trackbridge.probes.channels import Channels, by_channel, widest
+from trackbridge.probes.channels import Channels, by_channel, squares_on_device, widest
 from trackbridge.probes.site_statistics import odd_prime
 
 
@@ -67,6 +67,14 @@ def test_sizes_far_from_one(size: float) -> None:
     x = randn(100, 32).clamp(-1, 1) * size
     x[:, 3] *= 0.2
     assert measure(x) == pytest.approx(truth(x), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-14, 1.0, 1e12, 1e25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_on_any_device(size: float, dtype: torch.dtype) -> None:
+    x = (randn(100, 32) * size).to(dtype)
+    true = np.square(x.double().numpy()).sum(0)
+    assert squares_on_device(x).tolist() == pytest.approx(true.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 0.0])

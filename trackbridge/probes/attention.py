@@ -6,7 +6,8 @@ positions of every sequence and head, the last position among them, are worked o
 see. Where a model works out its own scores, what it hands to `softmax` (four dimensions, over the last one) is looked at
 instead. So the value is exact for those queries, and a lower bound for all of them.
 
-Not seen: `nn.MultiheadAttention`, `flex_attention`, and kernels that are called past torch's functions.
+Of `nn.MultiheadAttention` queries and keys are projected again. Not seen: `flex_attention`, and kernels that are
+called past torch's functions.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 STATISTIC = "sampled_logit_max"
-SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+WATCHED = (F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax, torch.softmax, Tensor.softmax)
 
 
 class Attention:
@@ -42,6 +43,7 @@ class Attention:
 
     def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
         self._gates = gates
+        self.part = gates.valves[LOGITS].part
         self.queries = config.attention_queries
         self.targets: list[tuple[nn.Module, nn.Module, Watching]] = []
         site_names: list[str] = []
@@ -110,6 +112,7 @@ class Watching(TorchFunctionMode):
     def __init__(self, attention: Attention, site: int) -> None:
         super().__init__()
         self.attention = attention
+        self.part = attention.part
         self.site = site
 
     def on(self) -> None:
@@ -121,11 +124,22 @@ class Watching(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func in WATCHED:
+            if torch.compiler.is_compiling():
+                self._look(func, args, kwargs)
+            else:
+                with self.part:
+                    self._look(func, args, kwargs)
+        return result
+
+    @torch.no_grad()
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is F.scaled_dot_product_attention:
             self._attended(*args, **kwargs)
-        elif func in SOFTMAX:
+        elif func is F.multi_head_attention_forward:
+            self._multi_head(*args, **kwargs)
+        else:
             self._weighted(*args, **kwargs)
-        return result
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -133,6 +147,32 @@ class Watching(TorchFunctionMode):
     ) -> None:  # fmt: skip
         if query.numel() and key.numel():
             self.attention.scores(query, key, attn_mask, is_causal, scale, self.site)
+
+    def _multi_head(
+        self, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+        in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, *others: Any,
+        key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False,
+        q_proj_weight: Tensor | None = None, k_proj_weight: Tensor | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """`nn.MultiheadAttention`, whose inside no mode sees: its queries and keys are worked out again. Shapes (L, N, E)."""
+        if query.dim() != 3 or not query.numel() or not key.numel() or any(other is not None for other in others[:2]):
+            return  # without a batch, or with keys of its own
+        width = query.shape[-1]
+        weights = (q_proj_weight, k_proj_weight) if use_separate_proj_weight or in_proj_weight is None else (
+            in_proj_weight[:width], in_proj_weight[width : 2 * width]
+        )  # fmt: skip
+        biases = (None, None) if in_proj_bias is None else (in_proj_bias[:width], in_proj_bias[width : 2 * width])
+        q, k = (
+            F.linear(x, weight, bias).view(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3)
+            for x, weight, bias in zip((query, key), weights, biases, strict=True)
+            if weight is not None
+        )
+        masks = [_added(mask, q) for mask in (attn_mask, key_padding_mask) if mask is not None]
+        if attn_mask is not None and attn_mask.dim() == 3:
+            masks[0] = masks[0].view(-1, num_heads, *attn_mask.shape[1:])
+        if key_padding_mask is not None:
+            masks[-1] = masks[-1][:, None, None, :].expand(-1, -1, q.shape[2], -1)
+        self.attention.scores(q, k, sum(masks) if masks else None, False, None, self.site)  # type: ignore[arg-type]
 
     def _weighted(self, input: Tensor, dim: int | None = None, *others: Any, **options: Any) -> None:
         if input.dim() == 4 and dim in (-1, 3) and input.numel():
@@ -228,6 +268,13 @@ def _(
     slab: Tensor, place: int, seen: int, gate: int,
 ) -> None:  # fmt: skip
     return None
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask of `nn.MultiheadAttention`, True where nothing is to be seen, as what is added to logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
 
 
 def _compiled_inside(block: nn.Module) -> bool:

@@ -91,12 +91,18 @@ def add(x: Tensor, sums: Tensor, slab: Tensor, site: int, gate: int) -> None:
             row[:count] += _squares(x)
             row[-1] = count
         return
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    exponent = torch.frexp(x.abs().max()).exponent  # squares of what is scaled to [-1, 1] fit into float32
-    squares = torch.ldexp(x, -exponent).square().sum(0)
-    added = torch.ldexp(squares.to(row), 2 * exponent)
-    row[:count] += torch.where(slab[gate] > 0, added, 0.0)
+    row[:count] += torch.where(slab[gate] > 0, squares_on_device(x).to(row), 0.0)
     row[-1] = torch.where(slab[gate] > 0, float(count), row[-1])
+
+
+def squares_on_device(x: Tensor) -> Tensor:
+    """Sums over tokens of squares, shape (channels,), for any device; without a sync. Squared are elements scaled to [-1, 1] by
+    a power of two, so that float32 holds them."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    exponent = torch.frexp(x.abs().max()).exponent
+    squares = torch.ldexp(x, -exponent).square().sum(0)
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.ldexp(squares.to(wide), 2 * exponent)
 
 
 def _squares(x: Tensor) -> Tensor:
