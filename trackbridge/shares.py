@@ -26,6 +26,8 @@ RULES: tuple[tuple[str, str], ...] = (
     ("train/loss_scale", "first"),
     ("train/loss", "loss"),  # the mean weighted by tokens
     ("train/lr", "first"),
+    ("train/sample_loss_max/", "own"),
+    ("train/sample_loss_argmax/", "own"),
     ("train/sample_loss_max", "max"),
     ("optim/", "max"),
     ("mem/", "max"),
@@ -36,7 +38,8 @@ RULES: tuple[tuple[str, str], ...] = (
     ("trackbridge/", "sum"),  # counts of what was lost
     ("", "mean"),
 )
-"""(prefix, rule): the first prefix that fits. "first" is of the lowest rank that has the series, which is where all agree."""
+"""(prefix, rule): the first prefix that fits. "first" is of the lowest rank that has the series, which is where all agree;
+"own" is left out: it says something of one rank only, whose own journal has it."""
 
 LOSS = "train/loss"
 _ARGMAX = "train/sample_loss_argmax"
@@ -103,6 +106,8 @@ def by_name(shares: Sequence[Share]) -> dict[str, float]:
     table = _Table(shares)
     weights = np.array([share.tokens for share in shares])
     found = dict(zip(table.names, table.values[0].tolist(), strict=True))
+    for name in [name for name in found if rule(name) == "own"]:
+        del found[name]
     for name in table.unlike():
         found[name] = _combined(rule(name), *table.column(name), weights)
     if _ARGMAX in found:
@@ -132,7 +137,8 @@ class _Table:
     def unlike(self) -> list[str]:
         """The series that are not the same on all ranks, and those that are added whatever they are."""
         alike = (self.values == self.values[0]).all(0) & self.present.all(0)
-        return [name for name, same in zip(self.names, alike.tolist(), strict=True) if not same or rule(name) == "sum"]
+        named = [name for name, same in zip(self.names, alike.tolist(), strict=True) if not same or rule(name) == "sum"]
+        return [name for name in named if rule(name) != "own"]
 
     def column(self, name: str) -> tuple[npt.NDArray[np.intp], FloatArray]:
         """The ranks that have the series, and their values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -212,3 +213,42 @@ def test_the_worst_sample_of_the_step() -> None:
     value, row = worst(torch.tensor([1.0, float("nan")]), torch.tensor([4.0, 6.0]))
     assert math.isnan(value) and row == 1.0
     assert "train/sample_loss_max" not in lab.close()
+
+
+def sampled(*losses: Tensor) -> dict[str, float]:
+    lab = Lab(linear())
+    for part in losses:
+        lab.instruments.micro(part.mean(), None, part)
+    return {name[len("train/sample_loss_") :]: v for name, v in lab.close().items() if name.startswith("train/sample_loss_")}
+
+
+def test_quantiles_and_the_worst_rows_of_all_micro_batches() -> None:
+    parts = [torch.tensor([[1.0, 5.0], [2.0, 0.5]]), torch.tensor([4.0, 3.0, 9.0])]
+    found = sampled(*parts)
+    every = torch.cat([part.flatten() for part in parts]).double()
+    assert found["p50"] == every.quantile(0.5) and found["p90"] == pytest.approx(every.quantile(0.9).item())
+    assert [found["max"], *(found[f"max/{k}"] for k in (2, 3, 4))] == [9.0, 5.0, 4.0, 3.0]
+    assert [found["argmax"], *(found[f"argmax/{k}"] for k in (2, 3, 4))] == [6.0, 1.0, 4.0, 5.0]
+
+
+def test_few_samples_and_many() -> None:
+    assert sampled(torch.tensor([3.0, 7.0])) == {"max": 7, "argmax": 1, "p50": 5, "p90": 6.6, "max/2": 3, "argmax/2": 0}
+    many = torch.randn(3, 500)
+    found = sampled(*many)
+    assert found == {"max": many.max().item(), "argmax": many.argmax().item()}
+
+
+def test_samples_that_are_not_finite() -> None:
+    found = sampled(torch.tensor([1.0, float("nan"), float("inf"), 2.0]))
+    assert (found["argmax"], found["argmax/2"], found["max/3"]) == (1, 2, 2.0)
+    assert math.isnan(found["max"]) and math.isinf(found["max/2"]) and math.isnan(found["p50"])
+
+
+def test_rows_of_one_rank_are_not_shown_as_those_of_all() -> None:
+    from trackbridge.shares import Share, by_name
+
+    names = ("train/sample_loss_max", "train/sample_loss_argmax", "train/sample_loss_max/2", "trackbridge/thinning")
+    shares = [Share(b"layout", 0, 1.0, False, names, np.array(v), np.zeros(0)) for v in ([7.0, 3, 2, 4], [9.0, 5, 2, 4])]
+    found = by_name(shares)
+    assert (found["train/sample_loss_max"], found["train/sample_loss_argmax"], found["trackbridge/thinning"]) == (9, 5, 4)
+    assert "train/sample_loss_max/2" not in found

@@ -15,7 +15,14 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 CAPACITY = 256
-FIXED = ("train/loss", "train/sample_loss_max", "train/sample_loss_argmax")
+SAMPLES = 1024  # whose losses are kept for quantiles and for the worst rows; with more in a step there is the worst one only
+WORST = 4
+SAMPLE_MAX, SAMPLE_ROW = "train/sample_loss_max", "train/sample_loss_argmax"
+QUANTILES = {"train/sample_loss_p50": 0.5, "train/sample_loss_p90": 0.9}
+FIXED = (
+    "train/loss", SAMPLE_MAX, SAMPLE_ROW, *QUANTILES,
+    *(f"{name}/{place}" for name in (SAMPLE_MAX, SAMPLE_ROW) for place in range(2, WORST + 1)),
+)  # fmt: skip
 
 
 class ScalarProbe:
@@ -29,6 +36,7 @@ class ScalarProbe:
         Field("loss_seen", 1, "host"),
         Field("sample_worst", 2, over_ranks="worst"),  # loss, row
         Field("sample_rows", 1, "host"),
+        Field("sample_losses", SAMPLES),
     )
 
     def __init__(self) -> None:
@@ -41,6 +49,7 @@ class ScalarProbe:
         self._sum, self._tokens = slab.device_view("loss_sum"), slab.device_view("loss_tokens")
         self._loss_seen = slab.host_view("loss_seen")
         self._worst, self._rows = slab.device_view("sample_worst"), slab.host_view("sample_rows")
+        self._losses = slab.device_view("sample_losses")
 
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
@@ -62,7 +71,7 @@ class ScalarProbe:
     def micro(self, loss: Tensor | float, tokens: Tensor | float | None, sample_loss: Tensor | None) -> None:
         """Add one micro-batch to the step's mean loss, weighted by `tokens` (1 each when None).
 
-        `sample_loss`, any shape, gives the largest loss of the step and its row, counted over the micro-batches.
+        `sample_loss`, any shape, gives the quantiles of the step and its worst rows, counted over the micro-batches.
         """
         weight = 1.0 if tokens is None else tokens
         product = (
@@ -83,6 +92,8 @@ class ScalarProbe:
             found = torch.where(found[0] <= self._worst[0], self._worst, found)  # a NaN is the worst there is
             found = torch.where(self._worst[0].isnan(), self._worst, found)
         self._worst.copy_(found, non_blocking=True)
+        place = self._losses[int(self._rows[0]) :][: losses.numel()]
+        place.copy_(losses[: place.numel()], non_blocking=True)
         self._rows += losses.numel()
 
     def measure(self) -> None:
@@ -97,9 +108,24 @@ class ScalarProbe:
         if stats["loss_seen"][0]:
             tokens = stats["loss_tokens"][0]
             values[0], present[0] = (stats["loss_sum"][0] / tokens, True) if tokens else (0.0, False)
-        values[1:3], present[1:3] = stats["sample_worst"], bool(stats["sample_rows"][0])
+        samples = int(stats["sample_rows"][0])
+        values[1:3], present[1:3] = stats["sample_worst"], samples > 0
+        if 0 < samples <= SAMPLES:
+            fixed = slice(3, len(FIXED))
+            values[fixed], present[fixed] = _of_samples(stats["sample_losses"][:samples])
         for name, place in list(self._places.items()):
             if stats["scalars_seen"][place]:
                 at = series.index(name)
                 values[at], present[at] = stats["scalars"][place], True
         return values, present
+
+
+def _of_samples(losses: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """Quantiles, then losses and rows of the worst but one and so on; a NaN is the worst there is."""
+    order = np.argsort(-np.where(np.isnan(losses), np.inf, losses), kind="stable")[1:WORST]
+    values, rows = np.zeros(WORST - 1), np.zeros(WORST - 1)
+    values[: len(order)], rows[: len(order)] = losses[order], order
+    here = np.arange(WORST - 1) < len(order)
+    with np.errstate(invalid="ignore"):  # between two infinities
+        quantiles = np.quantile(losses, list(QUANTILES.values()))
+    return np.concatenate((quantiles, values, rows)), np.concatenate((np.ones(len(QUANTILES), bool), here, here))
