@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 logger = logging.getLogger("trackbridge")
@@ -57,6 +57,16 @@ class Exchange:
         self._guarded(lambda: answer.append(self._store.check(keys)))
         return answer[-1]
 
+    def leave(self) -> None:
+        """This rank has sent its last message."""
+        self._guarded(lambda: self._store.set(self._end(self._rank), "1"))
+
+    def left(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` have sent their last message."""
+        answer: list[bool] = [False]
+        self._guarded(lambda: answer.append(bool(ranks) and self._store.check([self._end(rank) for rank in ranks])))
+        return answer[-1]
+
     def finish(self) -> None:
         """Leader: nothing more will be read. Other ranks: delete what is still there if the leader has said so."""
         done = f"{self._prefix}/done"
@@ -69,6 +79,9 @@ class Exchange:
         except (RuntimeError, ValueError):
             pass  # the rank that held the store has ended
         self.alive = False
+
+    def _end(self, rank: int) -> str:
+        return f"{self._prefix}/end/{rank}"
 
     def _key(self, call: int, rank: int) -> str:
         return f"{self._prefix}/{call}/{rank}"

@@ -99,8 +99,12 @@ class Sender:
         if self._exchange.alive:
             self._exchange.send(call, self._shares.of(own, reading, tokens).pack())
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Nothing more is sent."""
+        self._exchange.leave()
+
+    def close(self) -> None:
+        """Nothing more is read by the leader, if it says so."""
         self._exchange.finish()
 
 
@@ -211,7 +215,8 @@ class Merger:
             return True
         late = self._clock() - head.since >= (min(IMPATIENT, self._seconds) if self._late else self._seconds)
         newest = self._waiting[-1]
-        if late or (asked and newest is not head and self._exchange.sent(newest.call)):
+        gone = asked and self._pause >= LOOK[1] and self._exchange.left(self._exchange.lacking(head.call))
+        if late or gone or (asked and newest is not head and self._exchange.sent(newest.call)):
             lacking = self._exchange.lacking(head.call)
             self._late = late and bool(lacking)
             if not lacking:  # it has come just now
@@ -223,7 +228,7 @@ class Merger:
                 "s" if len(lacking) > 1 else "",
                 ", ".join(map(str, lacking[:8])),
                 head.own.step,
-                f" within {self._seconds:g} s" if late else ", though those of a later one",
+                f" within {self._seconds:g} s" if late else ", and will not" if gone else ", though those of a later one",
             )
             return True
         return False

@@ -68,7 +68,7 @@ BACKLOG_BYTES = 256 << 20
 """Step contexts waiting for the scribe may hold this much; beyond it they are dropped and counted, the rows stay."""
 
 IDLE_SECONDS = 1.0
-SETTLE_SECONDS = 1.0  # that other ranks' numbers of the newest steps are waited for, before detectors are saved
+SETTLE_SECONDS = 0.25  # that other ranks' numbers of the newest steps are waited for, before detectors are saved
 HISTOGRAMS_AFTER = 3  # steps after a detection, among ranks: by then all have heard of it
 
 Item = ClosedStep | Logged | Params | Artifact | RunEnd | Ask
@@ -351,6 +351,8 @@ class Scribe:
         if isinstance(self._merging, Merger):
             for row in self._merging.finish(seconds / 2):
                 self._conclude(row)
+        elif self._merging is not None:
+            self._merging.leave()
         seconds -= time.monotonic() - began
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
