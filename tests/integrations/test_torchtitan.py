@@ -51,7 +51,7 @@ def test_every_part_and_every_optimizer_is_recorded_under_the_models_own_names(d
     record = trackbridge.load(directory)
     assert record.status == "finished" and len(record.series("train/loss")[0]) == STEPS
     assert {"train/lr", "train/lr/1.0"} <= set(record.names), "a rate for each optimizer of the container"
-    weights = {name.split("/")[1] for name in record.names if name.endswith("/exp_avg_sq_norm_local")}
+    weights = {name.split("/")[1] for name in record.names if name.endswith("/exp_avg_sq_norm")}
     assert {"0.embedding.weight", "0.layers.1.qkv.weight", "1.layers.2.ffn.0.weight", "1.output.weight"} <= weights
     sites = {name.split("/")[1] for name in record.names if name.startswith("act/")}
     assert sites == {
