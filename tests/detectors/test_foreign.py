@@ -28,12 +28,12 @@ loss[150] = 5.0
 found = trackbridge.detect(np.arange(200), loss, settings={"detectors": sys.argv[1:]})
 print(json.dumps([(a.kind, a.onset, a.notes) for a in found]))
 """
-BROKEN = '''
+BROKEN = """
 
 class Broken:
     def bind(self, series):
         raise RuntimeError("a bug of theirs")
-'''
+"""
 
 
 def spiked(at: int = 600) -> np.ndarray:
