@@ -123,6 +123,7 @@ def clipping(record: RunRecord) -> Iterator[Finding]:
 def lost(record: RunRecord) -> Iterator[Finding]:
     words = {
         "trackbridge/rows_dropped": ("rows were dropped because the recording thread could not keep up", "record fewer layers"),
+        "trackbridge/rows_unmerged": ("rows are rank 0's own: other ranks' numbers came late", "see ranks/slowest"),
         "trackbridge/rows_lost": ("rows did not reach the disk", "is the disk full?"),
         "trackbridge/contexts_dropped": ("steps have no context, so they cannot be replayed", "lower recorder.batch_bytes"),
     }

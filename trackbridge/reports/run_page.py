@@ -147,7 +147,9 @@ def missing(record: RunRecord, found: Sequence[Anomaly], sealed: Container[str])
             lacks.append(f"No capsule of the {anomaly.kind} at step {anomaly.onset}: it cannot be run again from here.")
         elif anomaly.id not in sealed:
             lacks.append(f"The capsule {anomaly.capsule} is not here, or is damaged.")
-    for name in ("trackbridge/rows_dropped", "trackbridge/rows_lost", "trackbridge/contexts_dropped"):
+    for name in (
+        "trackbridge/rows_dropped", "trackbridge/rows_lost", "trackbridge/rows_unmerged", "trackbridge/contexts_dropped",
+    ):  # fmt: skip
         if name in record.names and (lost := np.nanmax(record.series(name)[1])) > 0:
             lacks.append(f"{name}: {lost:,.0f}")
     return lacks
