@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # wherever pip has been told of one (--extra-index-url, --find-links, pip.conf), else the ordinary one.
 TORCH_CPU ?= torch==2.13.0+cpu
 
-.PHONY: demo test check docs dashboards screenshots wheel-matrix links clean
+.PHONY: demo test check docs dashboards screenshots matrix wheel-matrix links clean
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation, into site/"
 	@echo "make links   the documentation's links to elsewhere, asked for one by one"
+	@echo "make matrix  the integrations with the lowest and the newest version of each framework; some minutes"
 	@echo "make wheel-matrix   the wheel alone and with each extra alone, each in an empty environment; a quarter of an hour"
 	@echo "make screenshots   the documentation's pictures, from a demo; needs Chromium"
 	@echo "make dashboards   the checked-in W&B views, from trackbridge/panels.py"
@@ -37,6 +38,9 @@ docs: $(VENV)/.docs
 
 links: $(VENV)/.dev
 	$(BIN)/python -m tests.docs.elsewhere --fetch
+
+matrix: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/matrix.py
 
 wheel-matrix: $(VENV)/.dev
 	TORCH_CPU="$$(command -v nvidia-smi >/dev/null || echo '$(TORCH_CPU)')" $(BIN)/python -m tests.wheel_matrix

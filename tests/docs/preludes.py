@@ -77,10 +77,23 @@ trainer = SimpleNamespace(model_parts=[model], optimizers=[optimizer], scheduler
 """
 )
 
+HUGGING = """
+import json
+import torch
+from tests.integrations.hf_kit import Counting, arguments, model as make_model
+from pathlib import Path
+from transformers import Trainer
+
+model, args, dataset = make_model(), arguments(Path("out"), max_steps=2, save_strategy="steps", save_steps=1), Counting()
+make_trainer = lambda: Trainer(model, args, train_dataset=dataset)
+Path("skip.json").write_text(json.dumps({"format_version": 1, "skips": []}))
+"""
+
 PRELUDES: dict[str, str] = {
     "docs/backends.md": LOOP + CHECKED,
     "docs/detection.md": LOOP + RUN + CHECKED + "steps, loss = np.arange(200), np.ones(200)\n",
     "docs/going-on.md": LOOP + RUN,
+    "docs/integrations/huggingface.md": HUGGING,
     "docs/integrations/plain.md": PLAIN,
     "docs/integrations/torchtitan.md": TITAN,
 }
