@@ -215,9 +215,10 @@ def test_tensor_parallel_shards(rank: int, ranks: list[dict[str, Any]]) -> None:
 def test_the_stack_people_really_run(rank: int, ranks: list[dict[str, Any]]) -> None:
     net, micro = stack_alone()
     _, true, _ = accumulate(net, micro)
-    _, merged, _ = ranks[rank]["stack"]
+    _, merged, local = ranks[rank]["stack"]
     assert {name for name in true if name.startswith("act/")} == {name for name in merged if name.startswith("act/")}
     assert layer(merged).keys() == layer(true).keys()
+    assert {name for name in true if name.startswith("embedding/")} <= set(local)
     assert numbers(merged) == pytest.approx(numbers(true), rel=0.05, abs=2e-3)
 
 
