@@ -367,7 +367,44 @@ def test_the_trainers_own_logger_gets_what_it_got_and_nothing_of_ours(tmp_path: 
     assert "mine" not in record_of(watching).names
 
 
+def test_b1_a_wandb_logger_keeps_its_own_steps(tmp_path: Path) -> None:
+    """Beside a run that goes to W&B as well: two runs, and every row of the Trainer's in its own, at its own step."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    from trackbridge.backends.wandb_file import load
+
+    class Logged(Lit):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mine", loss)
+            return loss
+
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="theirs")
+    watching = callback(tmp_path / "runs", backend=[{"kind": "wandb", "mode": "offline"}])
+    seed_everything()
+    trainer(watching, steps=6, logger=logger, log_every_n_steps=1).fit(Logged(), data())
+    logger.experiment.finish()
+    theirs = [row for row in load(tmp_path / "wandb").history if "mine" in row]
+    assert [row["trainer/global_step"] for row in theirs] == list(range(6))
+    assert not any(name.startswith(("train/", "layer/", "act/")) for row in theirs for name in row)
+    ours = load(record_of(watching).path / "wandb").history
+    assert sum("train/loss" in row for row in ours) == 6 and not any("mine" in row for row in ours)
+
+
 # the end
+
+
+def test_the_training_stops_for_an_anomaly_where_that_is_asked_for(tmp_path: Path) -> None:
+    class Breaks(Line):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 7 else loss
+
+    watching = trackbridge.lightning.Callback(dir=tmp_path, strict=True, stop_on_anomaly=1.0)
+    given = {"max_epochs": 1, "max_steps": -1, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    stopped = trainer(watching, **given)
+    stopped.fit(Breaks(), ones(20_000))
+    assert 8 <= stopped.global_step < 10_000
 
 
 def test_an_exception_marks_the_run_failed_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

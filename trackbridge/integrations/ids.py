@@ -51,6 +51,6 @@ class SampleIds:
             return
         if vars(loader).get(self._name) is recording:
             vars(loader)[self._name] = self._own
-        iterator = getattr(loader, "_iterator", None)  # a persistent one, which asks the sampler again at each epoch
+        iterator: Any = getattr(loader, "_iterator", None)  # a persistent one, which asks the sampler again at each epoch
         if isinstance(getattr(iterator, "_index_sampler", None), RecordingBatchSampler):
             iterator._index_sampler = self._own

@@ -29,7 +29,8 @@ class Callback(LightningCallback):
             module's hyperparameters are the run's config unless you say otherwise.
 
     `run` is that of the fit under way or the last one, None before the first. Its state is in the Trainer's checkpoints: a fit
-    that resumes from one (``ckpt_path``) goes on with the run that made it. The Trainer's loggers are left alone.
+    that resumes from one (``ckpt_path``) goes on with the run that made it. The Trainer's loggers are left alone. The training
+    stops for an anomaly only if ``stop_on_anomaly`` is set.
 
     It goes to the front of the Trainer's callbacks, so that a batch is recorded before another callback changes it.
 

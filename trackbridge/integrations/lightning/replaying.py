@@ -58,8 +58,9 @@ def rebuild(
         train_dataloaders = []
     _prepare(made, module, train_dataloaders, datamodule)
     fetch = _remaking(made)
+    model: Any = made.strategy.model
     return Rebuilt(
-        made.strategy.model,
+        model,
         optimizers_of(made),
         _Step(made, tokens),
         scaler=scaler_of(made),

@@ -122,6 +122,8 @@ class Training:
             losses = self._losses.of_step()
             for anomaly in self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm):
                 logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
+            if self.run.agree_to_stop():
+                self._trainer.should_stop = True
 
     # what is replaced
 
