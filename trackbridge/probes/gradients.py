@@ -126,7 +126,7 @@ class GradientProbe:
     ) -> Scaling | None:
         """Multiply the gradients as torch would, to the bit, in a kernel that measures them too. None where that cannot be:
         then nothing was done. Nothing that may fail comes after the launch."""
-        if foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
+        if total.device.type != "cuda" or foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
             return None
         rows, gradients = [], []
         for parameter in parameters:
