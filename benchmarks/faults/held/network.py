@@ -52,6 +52,8 @@ class GreedyScaler(Halved):
             assert trial.scaler is not None
             trial.scaler.set_growth_interval(4)
             trial.scaler.set_growth_factor(self.size)
+            assert trial.scaler._growth_tracker is not None
+            trial.scaler._growth_tracker.zero_()  # it grows when the count is met, not when it is passed
 
 
 class HotGain(Halved):
