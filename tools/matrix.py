@@ -36,7 +36,7 @@ ROWS = (
     Row(
         "hf",
         "lowest",
-        ("transformers==4.48.0", "accelerate==1.1.0", "tokenizers==0.21.0", "huggingface_hub==0.27.1", "datasets==3.2.0"),
+        ("transformers==4.48.3", "accelerate==1.1.0", "tokenizers==0.21.0", "huggingface_hub==0.27.1", "datasets==3.2.0"),
         HF,
         "transformers",
     ),
