@@ -191,8 +191,10 @@ def resumed(directory: Path, *, watch: bool) -> tuple[Training, Any]:
         if not watch:
             return training, None, training.loader
         run = trackbridge.init(dir=directory / "runs", id="it", resume="auto", strict=True, **SETTINGS)
-        return training, run, trackbridge.accelerate.watch(
-            run, training.accelerator, training.model, training.optimizer, training.loader
+        return (
+            training,
+            run,
+            trackbridge.accelerate.watch(run, training.accelerator, training.model, training.optimizer, training.loader),
         )
 
     first, run, batches = begin()

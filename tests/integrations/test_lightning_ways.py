@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trackbridge
 from tests.integrations.lightning_kit import QUIET, Lit, callback, fit, loss_of, trainer
 from tests.replays import data
-from tests.training import loader, seed_everything
+from tests.training import Model, loader, seed_everything
 from trackbridge import replay
 from trackbridge.history import RunRecord
 from trackbridge.journal import JournalReader
@@ -421,6 +421,32 @@ def test_an_exception_marks_the_run_failed_and_leaves_the_trainer_as_it_was(tmp_
     (run,) = trackbridge.history.runs(tmp_path)
     assert (run.status, run.step) == ("failed", 0)
     assert "training_step" not in vars(made.strategy) and "save_checkpoint" not in vars(made) and "forward" not in vars(module)
+
+
+def test_pytorch_lightning_is_the_same_code_by_another_name(tmp_path: Path) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return loss_of(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 3e-3)
+
+    watching = callback(tmp_path)
+    given = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": 60, "max_epochs": -1}
+    seed_everything()
+    other.Trainer(callbacks=[watching], **QUIET, **given).fit(Other(), data())
+    record = record_of(watching)
+    assert {"grad/norm", "perf/forward_s", "perf/backward_s"} <= set(record.names)
+    report = replay.rerun(
+        trackbridge.pull(record.path), lambda: trackbridge.lightning.rebuild(Other(), **{**QUIET, **given, "max_steps": -1})
+    )
+    assert report.verdict == "exact", report
 
 
 def test_a_run_of_the_users_is_the_users_to_end(tmp_path: Path) -> None:

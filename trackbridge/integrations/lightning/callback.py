@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback as LightningCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import UsageError
@@ -163,14 +162,15 @@ class Callback(LightningCallback):
             self._ids = None
         if training is not None:
             training.close()
-            self._state = self._before = training.run.state_dict()  # another fit goes on where this one ends
+            self._state = training.run.state_dict()
+            self._before = None if self._given is not None else self._state  # another fit goes on where this one ends
             self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
         """End the run if it is ours; a run of the user's is the user's to end."""
         if self._given is not None or self.run is None:
             return
-        if isinstance(error, SIGTERMException):
+        if type(error).__name__ == "SIGTERMException":  # a SystemExit of Lightning's without a code
             self.run.finish(status="killed", error="SIGTERM")
         else:
             self.run.__exit__(type(error) if error is not None else None, error, None)

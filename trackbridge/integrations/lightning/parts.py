@@ -7,7 +7,23 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trackbridge.errors import UsageError
+
 MOCK = "_MockOptimizer"  # what stands for the optimizer of a module that has none
+
+
+def family(module: Any) -> str:
+    """The package that a module's Lightning is of: ``lightning.pytorch``, or ``pytorch_lightning``, which is the same code
+    again. Raises `UsageError` for what is no LightningModule."""
+    for base in type(module).__mro__:
+        if base.__name__ == "LightningModule":
+            return base.__module__.removesuffix(".core.module")
+    raise UsageError(f"a {type(module).__name__} is no LightningModule")
+
+
+def overrides(module: Any, method: str) -> bool:
+    """Whether a module has its own `method` instead of Lightning's."""
+    return not getattr(type(module), method).__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def optimizers_of(trainer: Any) -> dict[str, Optimizer]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback as LightningCallback
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from trackbridge.errors import UsageError
 from trackbridge.integrations.lightning.callback import Callback
-from trackbridge.integrations.lightning.parts import optimizers_of, scaler_of, state_of, unscaled
+from trackbridge.integrations.lightning.parts import family, optimizers_of, overrides, scaler_of, state_of, unscaled
 from trackbridge.integrations.lightning.training import Count
 from trackbridge.integrations.losses import Losses
 from trackbridge.integrations.wires import Method, Wires
@@ -53,8 +52,9 @@ def rebuild(
     """
     callbacks = trainer.pop("callbacks", None) or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    made = Trainer(callbacks=[one for one in callbacks if not isinstance(one, Callback)], **{**_QUIET, **trainer})
-    if train_dataloaders is None and datamodule is None and not is_overridden("train_dataloader", module):
+    trainer_class = import_module(family(module)).Trainer
+    made = trainer_class(callbacks=[one for one in callbacks if not isinstance(one, Callback)], **{**_QUIET, **trainer})
+    if train_dataloaders is None and datamodule is None and not overrides(module, "train_dataloader"):
         train_dataloaders = []
     _prepare(made, module, train_dataloaders, datamodule)
     fetch = _remaking(made)

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from trackbridge.errors import Part
 from trackbridge.integrations.ids import SampleIds
-from trackbridge.integrations.lightning.parts import optimizers_of, scaler_of, state_of, unscaled
+from trackbridge.integrations.lightning.parts import optimizers_of, overrides, scaler_of, state_of, unscaled
 from trackbridge.integrations.losses import Losses, total_norm
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
@@ -82,9 +80,7 @@ class Training:
         with self._part:
             self._batch = batch
             found = ids.take(index) if ids is not None else None
-            self.run.fetched(
-                batch, epoch=self._trainer.current_epoch, index=index, sample_ids=found, seconds=seconds
-            )
+            self.run.fetched(batch, epoch=self._trainer.current_epoch, index=index, sample_ids=found, seconds=seconds)
 
     def backward(self, loss: Tensor) -> None:
         """A loss is about to be back-propagated. Only manual optimization needs to know: there may be several, and none may be
@@ -100,7 +96,7 @@ class Training:
         with self._part:
             key = self._key(optimizer)
             self._losses.update(key)
-            if self._module.automatic_optimization and is_overridden("configure_gradient_clipping", self._module):
+            if self._module.automatic_optimization and overrides(self._module, "configure_gradient_clipping"):
                 self._measure(key, optimizer)
 
     def batch_ends(self) -> None:
@@ -210,7 +206,7 @@ def _may_pass_through_forward(strategy: Any, module: Any) -> bool:
     return (
         module.automatic_optimization
         and strategy.model is module
-        and type(strategy).training_step is Strategy.training_step
+        and type(strategy).training_step.__module__.endswith(".strategies.strategy")
         and "forward" not in vars(module)
         and getattr(module, "_compiler_ctx", None) is None
         and getattr(module, "_compiled_call_impl", None) is None
