@@ -266,6 +266,8 @@ class _Leave(_Hook):
     """Called after an exception as well, where `output` is None: a mode must not outlive the pass."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # before anything that a graph would be guarded on
+            return
         meter = self._meter
         if self._live(module) or (id(module) == self._model and meter._running is not None):
             with meter._part:
