@@ -89,11 +89,64 @@ make_trainer = lambda: Trainer(model, args, train_dataset=dataset)
 Path("skip.json").write_text(json.dumps({"format_version": 1, "skips": []}))
 """
 
+LIGHTNING = (
+    LOOP
+    + RUN
+    + """
+import warnings
+from functools import partial
+
+import lightning
+
+warnings.filterwarnings("ignore", module="lightning")
+quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+Trainer = partial(lightning.Trainer, max_epochs=1, accelerator="cpu", devices=1, **quiet)
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(8, 1)
+
+    def training_step(self, batch, number):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Data(lightning.LightningDataModule):
+    def train_dataloader(self):
+        return loader
+
+module, datamodule = Module(), Data()
+fabric = lightning.Fabric(accelerator="cpu", devices=1)
+fabric.launch()
+
+def step(model, batch):
+    return model(batch).square().mean()
+"""
+)
+
+ACCELERATE = (
+    LOOP
+    + """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+done = 2
+
+def step(model, batch):
+    return model(batch).square().mean()
+"""
+)
+
 PRELUDES: dict[str, str] = {
     "docs/backends.md": LOOP + CHECKED,
     "docs/detection.md": LOOP + RUN + CHECKED + "steps, loss = np.arange(200), np.ones(200)\n",
     "docs/going-on.md": LOOP + RUN,
     "docs/integrations/huggingface.md": HUGGING,
+    "docs/integrations/accelerate.md": ACCELERATE,
+    "docs/integrations/lightning.md": LIGHTNING,
     "docs/integrations/plain.md": PLAIN,
     "docs/integrations/torchtitan.md": TITAN,
 }
