@@ -56,6 +56,25 @@ def test_what_the_package_reads_at_run_time_is_in_the_wheel(wheel: Path) -> None
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
 
 
+def test_every_extra_is_in_the_wheel_and_in_the_matrix(wheel: Path) -> None:
+    """What each is for is done with it alone by ``make wheel-matrix``."""
+    from tests.wheel_matrix import CASES
+
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        facts = file.read(name).decode().partition("\n\n")[0].splitlines()
+    extras = {line.removeprefix("Provides-Extra: ") for line in facts if line.startswith("Provides-Extra: ")}
+    assert extras == (set(CASES) - {""}) | {"docs", "dev"}
+    alone = {
+        line.split()[1].split(">")[0].split("[")[0]
+        for line in facts
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert not alone & {"torch", "wandb", "mlflow", "tensorboard", "transformers", "lightning", "accelerate"}, (
+        "heavy for a login node"
+    )
+
+
 def test_it_runs_from_an_empty_environment(environment: Path, tmp_path: Path) -> None:
     python = environment / "bin" / "python"
     where = run(python, "-c", "import trackbridge; print(trackbridge.__file__)", cwd=tmp_path).strip()
