@@ -285,3 +285,13 @@ def test_finish_twice_and_after(tmp_path: Path) -> None:
     assert first and second
     assert run.step(loss=1.0) == []
     made.clip()
+
+
+def test_half_a_surrogate_pair_is_spelled_out(tmp_path: Path) -> None:
+    """Python has it for bytes of a file name that are no text, as in ``sys.argv``; JSON files and trackers cannot hold it."""
+    odd = os.fsdecode(b"data-\xff")
+    with trackbridge.init(dir=tmp_path, name=odd, tags=[odd], config={odd: [odd, Path(odd)]}, backend="tensorboard") as run:
+        run.step(loss=1.0)
+    loaded = trackbridge.load(run.dir)
+    assert loaded.config == {"data-\\udcff": ["data-\\udcff"] * 2}
+    assert loaded.series("train/loss")[1].tolist() == [1.0] and run.finish()

@@ -132,3 +132,22 @@ def test_a_run_larger_than_what_is_held_is_read_series_by_series(run: RunDirecto
             np.testing.assert_array_equal(one, other)
     assert large.frame().equals(small.frame())
     assert large.layers.equals(small.layers)
+
+
+def test_series_that_are_called_like_our_own_columns(tmp_path: Path) -> None:
+    """Readers of tables refuse two columns of one name, or rename them as they like."""
+    directory = RunDirectory(tmp_path / "runs" / "r2")
+    life = Attempt(number=0, start_step=0, time=0.0, pid=1, host="h")
+    directory.write(RunFile(project="p", run_id="r2", name="a run", created=0.0, attempts=[life]))
+    writer = JournalWriter(directory.rows(), segment_bytes=1 << 14, fsync_seconds=1e9)
+    writer.append(row(3, Schema(("step", "series/step", "time", "values", "")), 0.5, 1.5, 2.5, 3.5, 4.5))
+    writer.close()
+    columns = ["seq", "attempt", "kind", "step", "time", "series/series/step", "series/step", "series/time", "values", ""]
+    for to in ("parquet", "csv"):
+        done = export(directory.path, to, tmp_path / f"a.{to}")
+        assert done.series == ("step", "series/step", "time", "values", "")
+    import pandas as pd
+
+    table = pd.read_parquet(tmp_path / "a.parquet")
+    assert list(table.columns) == columns and table.iloc[0].tolist()[3:] == [3, 0.1 * 3, 0.5, 1.5, 2.5, 3.5, 4.5]
+    assert next(csv.reader((tmp_path / "a.csv").open())) == columns

@@ -115,3 +115,32 @@ def test_a_disk_that_fills_up_loses_the_artifact_loudly(
     assert keeper.wait(10)
     assert not kept
     assert "artifact large.bin-0 is lost: No space left" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "n" * 250 + ".json"])
+def test_a_name_as_long_as_can_be_is_a_shorter_label(name: str, tmp_path: Path, keeper: Keeper, kept: list[Artifact]) -> None:
+    """A folder of ours called like it would be too long, and W&B takes 128 characters."""
+    (tmp_path / name).write_text("content")
+    for step in (2**53 - 1, 2**53 - 1):
+        keeper.keep(tmp_path / name, kind="file", name=None, step=step)
+    assert keeper.wait(10)
+    assert len({artifact.name for artifact in kept}) == 2 and all(len(artifact.name) <= 128 for artifact in kept)
+    assert [(tmp_path / "run" / artifact.path / name).read_text() for artifact in kept] == ["content"] * 2
+
+
+def test_file_names_that_are_no_text_are_spelled_out(tmp_path: Path, keeper: Keeper, kept: list[Artifact]) -> None:
+    """Linux takes any bytes as a name; trackers and JSON take text."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / os.fsdecode(b"\xff.bin")).write_text("content")
+    keeper.keep(tmp_path / "folder", kind="file", name=os.fsdecode(b"\xfe"), step=0)
+    assert keeper.wait(10)
+    (file,) = (tmp_path / "run" / kept[0].path).iterdir()
+    assert file.name == "\\udcff.bin" and file.read_text() == "content"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in this file system")
+def test_a_pipe_is_not_waited_for(tmp_path: Path, keeper: Keeper, kept: list[Artifact]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        keeper.keep(tmp_path / "pipe", kind="file", name=None, step=0)
+    assert not kept

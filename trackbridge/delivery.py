@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,26 @@ _USAGE = 2
 @dataclass(frozen=True, slots=True)
 class FinishReport:
     """What `Run.finish` left behind. `unshipped` counts records by backend kind; `lost` counts rows and step contexts that
-    never reached the journal (a full disk, a scribe that fell behind)."""
+    never reached the journal (a full disk, a scribe that fell behind); `refused` counts, by backend kind, records that the
+    tracker will never take."""
 
     unshipped: dict[str, int]
     closed: bool
     directory: Path
     lost: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.closed and not self.unshipped and not self.lost
+        return self.closed and not (self.unshipped or self.lost or self.refused)
 
     def __str__(self) -> str:
         if self.lost:
             rest = replace(self, lost=0)
             return f"trackbridge: {self.lost} rows or step contexts were lost before they reached {self.directory}. {rest}"
+        if self.refused:
+            rest = replace(self, refused={})
+            kinds = ", ".join(f"{kind} refuses {count} records for good" for kind, count in self.refused.items())
+            return f"trackbridge: {kinds} (see {self.directory / 'shipper' / 'dead-letters.jsonl'}). {rest}"
         if self:
             return f"trackbridge: everything is delivered; the record is in {self.directory}"
         records = ", ".join(f"{count} records for {kind}" for kind, count in self.unshipped.items())
@@ -106,6 +112,11 @@ class Delivery:
         if kinds and not self._directory.file.exists():
             raise ReferenceNotFoundError(f"the run directory {self._directory.path} was removed during the run")
         return {s.kind: s.lag for s in shipper.status(self._directory.path) if s.kind in kinds and s.lag > 0}
+
+    def refused(self) -> dict[str, int]:
+        """How many records each tracker has refused for good, by kind; without those that have refused none."""
+        kinds = {backend.kind for backend in self._backends}
+        return {s.kind: s.dead_letters for s in shipper.status(self._directory.path) if s.kind in kinds and s.dead_letters}
 
 
 class Child:

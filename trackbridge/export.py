@@ -1,8 +1,10 @@
 """A run's rows as a file for other tools: parquet, CSV or JSON lines. Streams: the memory it takes does not grow with the run.
 
 One line per row of the journal, every attempt, in the order in which they were written: ``seq``, ``attempt``, ``kind``
-("step" or "log"), ``step``, ``time``, then a column per series. A series that has no value at a step is null (parquet), empty
-(CSV) or absent (JSON lines); NaN and infinities are values: as such in parquet, the words NaN, Infinity, -Infinity elsewhere.
+("step" or "log"), ``step``, ``time``, then a column per series; a series that is called like one of these five is the column
+``series/<name>`` (JSON lines keep series apart, under ``values``). A series that has no value at a step is null (parquet),
+empty (CSV) or absent (JSON lines); NaN and infinities are values: as such in parquet, the words NaN, Infinity, -Infinity
+elsewhere.
 """
 
 from __future__ import annotations
@@ -135,6 +137,19 @@ class _Places:
         return known[1], known[2]
 
 
+def _columns(series: Sequence[str]) -> list[str]:
+    """A column's name for each series: its own, unless that is taken, which readers of tables do not forgive."""
+    taken = {*_STAMPS, *series}
+    columns = []
+    for name in series:
+        column = name
+        while name in _STAMPS and column in taken:
+            column = f"series/{column}"
+        taken.add(column)
+        columns.append(column)
+    return columns
+
+
 class _Writer(Protocol):
     def add(self, rows: Sequence[Placed]) -> None: ...
 
@@ -145,7 +160,7 @@ def _parquet(path: Path, series: tuple[str, ...]) -> Iterator[_Writer]:
     import pyarrow.parquet as pq
 
     stamps = [("seq", pa.int64()), ("attempt", pa.int32()), ("kind", pa.string()), ("step", pa.int64()), ("time", pa.float64())]
-    schema = pa.schema([*stamps, *((name, pa.float64()) for name in series)])
+    schema = pa.schema([*stamps, *((name, pa.float64()) for name in _columns(series))])
 
     class Parquet:
         def __init__(self, file: Any) -> None:
@@ -187,7 +202,7 @@ class _Csv:
     def __init__(self, file: IO[str], series: tuple[str, ...]) -> None:
         self._out = csv.writer(file)
         self._width = len(series)
-        self._out.writerow([*_STAMPS, *series])
+        self._out.writerow([*_STAMPS, *_columns(series)])
 
     def add(self, rows: Sequence[Placed]) -> None:
         for row, at, columns in rows:

@@ -7,12 +7,14 @@ which takes microseconds and holds it even if it is deleted or replaced; a threa
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import queue
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +23,12 @@ from pathlib import Path
 
 from trackbridge.errors import UsageError
 from trackbridge.records import Artifact
-from trackbridge.rundir import RunDirectory
+from trackbridge.rundir import RunDirectory, storable
 
 logger = logging.getLogger("trackbridge")
 
 _ILLEGAL = re.compile(r"[^A-Za-z0-9._-]+")
+_LABEL = 96  # characters of an artifact's name, before its step: trackers take 128
 _INCOMING = ".incoming"
 _SMALL = 1 << 20  # bytes of a file that is copied on the caller's thread
 _AT_ONCE = 4 << 20  # bytes that are, of one artifact
@@ -55,7 +58,7 @@ class Keeper:
 
     def keep(self, path: Path, *, kind: str, name: str | None, step: int) -> None:
         """Take the file or folder `path` as it is now. Raises `UsageError` if it cannot be read."""
-        label = _ILLEGAL.sub("-", name or path.name).strip(".-") or "artifact"
+        label = _ILLEGAL.sub("-", name or path.name).strip(".-")[:_LABEL] or "artifact"
         folder = self._folder(f"{label}-{step}")
         aside = self._directory.artifacts / _INCOMING / f"{os.getpid()}-{next(self._numbers)}"
         try:
@@ -89,8 +92,10 @@ class Keeper:
         found = [path] if not path.is_dir() else (p for p in sorted(path.rglob("*")) if p.is_file())
         room = _AT_ONCE
         for number, file in enumerate(found):
-            relative = file.relative_to(path).as_posix() if file != path else _ILLEGAL.sub("-", path.name) or "file"
+            relative = storable(file.relative_to(path).as_posix()) if file != path else _ILLEGAL.sub("-", path.name) or "file"
             status = file.stat()  # of what a link leads to, as the copy will be
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is neither a file nor a folder")  # to open a pipe is to wait for ever
             with file.open("rb"):
                 pass  # may it be read at all? Better asked here than found out by the thread
             source = file.absolute()

@@ -707,7 +707,7 @@ class Run:
         for skip in never_came(self._plans, rank=self._info.rank):
             logger.warning("trackbridge: a batch to skip never came: %s", skip)
         atexit.unregister(self._at_exit)
-        closed, unshipped = False, {}
+        closed, unshipped, refused = False, {}, {}
         with Part("closing the run", strict=self._settings.strict):  # first: what is still under way needs recorder and probes
             kept = self._keeper.wait(max(deadline - time.monotonic(), 0.1))
             kept = self._memory.close(max(deadline - time.monotonic(), 0.1)) and kept
@@ -718,11 +718,12 @@ class Run:
         with Part("waiting for delivery", strict=self._settings.strict):
             try:
                 unshipped = self._delivery.wait(deadline)
+                refused = self._delivery.refused()
             except TrackbridgeError as error_now:
                 logger.error("trackbridge: %s", error_now)
                 closed = False
         lost = self._rows_dropped + int(sum(self._scribe.losses.values()))
-        self._report = FinishReport(unshipped, closed, self.dir, lost)
+        self._report = FinishReport(unshipped, closed, self.dir, lost, refused)
         if not self._report:
             logger.warning("%s", self._report)
         return self._report

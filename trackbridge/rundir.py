@@ -105,7 +105,7 @@ class RunDirectory:
             raise TrackbridgeError(f"{self.file} is damaged: {first['msg']}") from None
 
     def write(self, file: RunFile) -> None:
-        write_atomic(self.file, file.model_dump_json(indent=1).encode())
+        write_atomic(self.file, dumps(file.model_dump(), indent=1).encode())
 
     def info(self, attempt: int = -1, *, rank: int = 0) -> RunInfo:
         """The run as a backend sees it; `attempt` indexes the attempts, the newest by default."""
@@ -162,24 +162,32 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def dumps(value: Any) -> str:
-    """Strict JSON: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"; unknown objects their repr."""
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, sort_keys=False)
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON that has a UTF-8 form: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"; half a surrogate
+    pair, as Python has it for odd bytes of file names, is spelled out; unknown objects become their repr."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, sort_keys=False, indent=indent)
+
+
+def storable(text: str) -> str:
+    """`text` as something that UTF-8 can hold: half a surrogate pair, which Python allows in a string, is spelled out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return storable(value)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         if value != value:
             return "NaN"
         return value if value not in (float("inf"), float("-inf")) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {storable(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return _plain(os.fspath(value))
     if hasattr(value, "item") and getattr(value, "size", 2) == 1:
         return _plain(value.item())
-    return repr(value)
+    return storable(repr(value))

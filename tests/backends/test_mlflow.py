@@ -499,6 +499,12 @@ def test_file_names_survive_a_url(name: str) -> None:
     assert re.fullmatch(r"[A-Za-z0-9._-]+", mlflow_names.file(name)) and mlflow_names.file(name) not in (".", "..")
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "#" * 255, "x" * 250 + ".json"[:4] + " "])
+def test_a_file_name_as_long_as_can_be_stays_one(name: str) -> None:
+    """Linux takes 255 bytes; one more and the upload fails for ever, and all that is behind it waits."""
+    assert len(mlflow_names.file(f"folder/{name}").partition("/")[2]) <= 255
+
+
 # -- getting a capsule back
 
 

@@ -199,3 +199,20 @@ def test_the_alert_rules_use_metrics_that_exist(run: RunInfo, backend: Prometheu
     there = set(scrape(str(backend.url)))
     used = set(re.findall(r"\btrackbridge_\w+", (DASHBOARDS / "alerts.yml").read_text()))
     assert used and used <= there
+
+
+@pytest.mark.parametrize("family", names.WIDE)
+def test_every_wide_family_has_a_gauge(family: str, run: RunInfo, backend: PrometheusBackend) -> None:
+    backend.write([row(0, 0, {f"{family}h.0/some": 0.5, f"{family}odd": 1.5, "nonfinite/\ud800": 1.0})], timeout=5)
+    samples = scrape(str(backend.url))[f"trackbridge_{family.rstrip('/')}"]
+    assert sorted(value for _, value in samples) == [0.5, 1.5]
+    assert {"run", "project", "statistic"} < samples[0][0].keys() and len(samples[0][0]) == 4
+
+
+def test_a_state_of_a_version_that_knew_other_series_still_makes_a_page(run: RunInfo) -> None:
+    path = Path(run.directory) / "prometheus" / "state.json"
+    path.parent.mkdir()
+    gauges = {"train/loss": 2.0, "train/of_tomorrow": 1.0}
+    path.write_text(json.dumps({"held": 3, "gauges": gauges, "labelled": {}, "nonfinite": {}}))
+    samples, state = current(ANYWHERE, run)
+    assert state.held == 3 and samples["trackbridge_train_loss"][0][1] == 2.0

@@ -16,7 +16,7 @@ from trackbridge import plugins
 from trackbridge.backends import wandb_file
 from trackbridge.backends.wandb import WandbConfig
 from trackbridge.backends.wandb_rows import ANOMALY
-from trackbridge.errors import MissingExtraError
+from trackbridge.errors import ConfigError, MissingExtraError
 from trackbridge.names import SEQ
 from trackbridge.records import Params, RunInfo
 from trackbridge.testing import T0, anomaly, artifact, deliver, end, rows
@@ -112,6 +112,20 @@ def test_the_run_is_found_as_it_was_described(wandb_server: WandbServer, connect
     backend.close(end(5), timeout=20)
     assert held.tags == ["t", "mine"], "a run that goes on is not killed any more"
     assert held.display == "renamed by hand"
+
+
+def test_names_that_wandb_refuses(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    """A project, tag or artifact kind of ours is any text. One that W&B refuses would hold up the run, or all its tags."""
+    odd = replace(run, project="team/exp #1: 50%?\\" + "p" * 200, tags=("t" * 100, "", "fine"), group="g" * 200, name="n" * 300)
+    backend = connect(odd)
+    kinds = ("job", "code", "wandb-history", "a/b:c", "k" * 300, "")
+    deliver(backend, [artifact(seq, 0, run, f"file-{seq}", {"x.txt": b"content"}, kind) for seq, kind in enumerate(kinds)])
+    backend.close(end(len(kinds)), timeout=20)
+    held = wandb_server.run(("team-exp -1- 50---" + "p" * 200)[:128], run.run_id)
+    assert {f"file-{seq}" for seq in range(len(kinds))} <= {name for _, _, name in wandb_server.artifacts.collections}
+    assert (held.tags, held.group, held.display) == (["t" * 64, "fine"], "g" * 128, "n" * 128)
+    with pytest.raises(ConfigError, match="wandb project 'team/exp': W&B takes up to 128 characters"):
+        WandbConfig(project="team/exp")
 
 
 def test_no_key_is_written_down(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trackbridge.backends import words
 from trackbridge.backends.eventfile import records
 from trackbridge.backends.tensorboard_layout import layout
 from trackbridge.histograms import EDGES, NONFINITE
 from trackbridge.records import Histograms, Row, Schema
+from trackbridge.rundir import storable
 
 SEQ_TAG = "trackbridge__seq__"
 _LAYOUT_TAG = "custom_scalars__config__"
@@ -94,7 +94,7 @@ class Packer:
         if found is None:
             body, ends = bytearray(), []
             for name in schema.names:
-                value = self._summary.Value(tag=words.storable(name), simple_value=1.0).SerializeToString()
+                value = self._summary.Value(tag=storable(name), simple_value=1.0).SerializeToString()
                 body += b"\x0a" + _varint(len(value)) + value
                 ends.append(len(body))
             offsets = np.array(ends, np.intp).reshape(-1, 1) - _FLOAT + np.arange(_FLOAT)
@@ -111,7 +111,7 @@ class Packer:
     def _image_value(self, tag: str, png: bytes) -> Any:
         """A batch of one image, as the plugin stores it: width, height, and the file."""
         width, height = _size(png)
-        value = self._summary.Value(tag=words.storable(tag))
+        value = self._summary.Value(tag=storable(tag))
         value.metadata.plugin_data.plugin_name = "images"
         value.tensor.dtype = _DT_STRING
         value.tensor.tensor_shape.dim.add(size=3)
@@ -120,7 +120,7 @@ class Packer:
 
     def _histogram_value(self, tag: str, counts: np.ndarray) -> Any:
         buckets = _buckets(counts)
-        value = self._summary.Value(tag=words.storable(tag))
+        value = self._summary.Value(tag=storable(tag))
         value.metadata.plugin_data.plugin_name = "histograms"
         value.tensor.dtype = _DT_FLOAT
         for size in buckets.shape:

@@ -17,6 +17,7 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 _ILLEGAL = re.compile(r"[^A-Za-z0-9_\-./]+")
 _DIGEST = re.compile(r".*:[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_FILE_BYTES = 200  # of a mapped part, before its digest: a file system takes 255
 
 
 def key(name: str) -> str:
@@ -34,4 +35,6 @@ def digest(name: str) -> str:
 
 def file(path: str) -> str:
     """A relative path whose parts survive a URL: over HTTP MLflow cuts names at ``#`` and ``?`` and unquotes ``%XX``."""
-    return "/".join(part if _FILE.fullmatch(part) else f"{_ILLEGAL.sub('_', part)}.{digest(part)}" for part in path.split("/"))
+    return "/".join(
+        part if _FILE.fullmatch(part) else f"{_ILLEGAL.sub('_', part)[:_FILE_BYTES]}.{digest(part)}" for part in path.split("/")
+    )

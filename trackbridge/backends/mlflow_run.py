@@ -15,7 +15,7 @@ from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, 
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
-from trackbridge.rundir import RunDirectory, dumps
+from trackbridge.rundir import RunDirectory, dumps, storable
 
 RUN_ID = "trackbridge.run_id"
 ENDED = "trackbridge.ended_attempt"
@@ -140,7 +140,7 @@ class MlflowRun:
         """MLflow's key for `name`; where they differ the original is kept first."""
         key = mlflow_names.key(name)
         if key != name:
-            self.tag({f"trackbridge.name.{mlflow_names.digest(name)}": words.storable(name)})
+            self.tag({f"trackbridge.name.{mlflow_names.digest(name)}": storable(name)})
         return key
 
     def begin(self, attempt: int, step: int) -> None:

@@ -2,8 +2,9 @@
 
 The shipper serves the page, on loopback unless another address is chosen; it ends with the run. A series of the catalogue is
 a gauge of its own (``train/loss`` is ``trackbridge_train_loss``). What there can be many of comes under a few names with a
-label: ``trackbridge_layer{layer,statistic}``, ``trackbridge_act{module,statistic}`` and ``trackbridge_logged{series}``, at
-most `max_series` together; what is beyond is counted in ``trackbridge_series_left_out``. Anomalies are a counter by kind.
+label: ``trackbridge_layer{layer,statistic}``, ``trackbridge_act``, ``trackbridge_router`` and ``trackbridge_expert`` (the same
+with `module`, `router` and `expert`), and ``trackbridge_logged{series}``, at most `max_series` together; what is beyond is
+counted in ``trackbridge_series_left_out``. Anomalies are a counter by kind.
 
 So that counters survive a restart of the shipper, the state is a small file in the run directory, replaced at each write:
 ``prometheus/state.json``. It is also what makes writing the same records twice harmless.
@@ -21,7 +22,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trackbridge import names, plugins
-from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.errors import RetryLater
 from trackbridge.records import Anomaly, Record, Row, RunEnd, RunInfo
@@ -31,6 +31,13 @@ PORTS = 20
 """How many ports are tried from the configured one on: several runs on one host."""
 ANOMALIES = ("spike", "nonfinite", "drift", "divergence", "plateau", "shift", "throughput", "memory", "stall", "rule")
 _PREFIX = "trackbridge_"
+_WIDE = {
+    names.LAYER: ("layer", "a statistic of a parameter"),
+    names.ACT: ("module", "a statistic of an output"),
+    names.ROUTER: ("router", "a statistic of a router"),
+    names.EXPERT: ("expert", "a statistic of one expert, <router>.<number>"),
+}
+"""What labels a series of each wide family, and what the family is."""
 _STAMPS = (names.STEP, names.SEQ, names.ATTEMPT)
 
 
@@ -79,7 +86,8 @@ class State:
             saved = json.loads(path.read_text(encoding="utf-8"))
             for part in ("gauges", "labelled", "nonfinite"):
                 saved[part] = {key: float(value) for key, value in saved[part].items()}
-            return cls(**saved)
+            known = {name for name in saved["gauges"] if names.describe(name) is not None}
+            return cls(**{**saved, "gauges": {name: saved["gauges"][name] for name in known}})
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return cls()
 
@@ -142,15 +150,15 @@ class PrometheusBackend:
         if name in _STAMPS or name.startswith(("coalesced/", "anomaly/")):
             return
         if name.startswith(names.NONFINITE):
-            self._labelled(state.nonfinite, dumps([words.storable(name.removeprefix(names.NONFINITE))]), value, add=True)
+            self._labelled(state.nonfinite, dumps([name.removeprefix(names.NONFINITE)]), value, add=True)
         elif (metric := names.describe(name)) is not None and metric.name == name:
             state.gauges[name] = value
         elif names.is_wide(name):
             family, _, rest = name.partition("/")
             part, _, statistic = rest.rpartition("/")
-            self._labelled(state.labelled, dumps([family, words.storable(part), statistic]), value)
+            self._labelled(state.labelled, dumps([family, part, statistic]), value)
         else:
-            self._labelled(state.labelled, dumps(["logged", words.storable(name)]), value)
+            self._labelled(state.labelled, dumps(["logged", name]), value)
 
     def _labelled(self, where: dict[str, float], key: str, value: float, *, add: bool = False) -> None:
         if key not in where and len(self._state.labelled) + len(self._state.nonfinite) >= self._config.max_series:
@@ -222,10 +230,10 @@ class PrometheusBackend:
             bad.add_metric([*run, *json.loads(key)], value)
         yield bad
         families = {
-            "layer": GaugeMetricFamily(f"{_PREFIX}layer", "a statistic of a parameter", labels=[*who, "layer", "statistic"]),
-            "act": GaugeMetricFamily(f"{_PREFIX}act", "a statistic of an output", labels=[*who, "module", "statistic"]),
-            "logged": GaugeMetricFamily(f"{_PREFIX}logged", "a series of your own", labels=[*who, "series"]),
+            family.rstrip("/"): GaugeMetricFamily(f"{_PREFIX}{family.rstrip('/')}", help_, labels=[*who, label, "statistic"])
+            for family, (label, help_) in _WIDE.items()
         }
+        families["logged"] = GaugeMetricFamily(f"{_PREFIX}logged", "a series of your own", labels=[*who, "series"])
         for key, value in list(state.labelled.items()):
             family, *labels = json.loads(key)
             families[family].add_metric([*run, *labels], value)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 
 from trackbridge import plugins
 from trackbridge.backends import wandb_near, words
@@ -34,8 +34,16 @@ from trackbridge.backends.wandb_arrived import Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
 from trackbridge.backends.wandb_fetch import fetch_capsule
 from trackbridge.backends.wandb_process import ClientError, Process
-from trackbridge.backends.wandb_rows import anomaly_facts, config_values, history_row
-from trackbridge.errors import Rejected, RetryLater
+from trackbridge.backends.wandb_rows import (
+    LONGEST,
+    anomaly_facts,
+    artifact_type,
+    config_values,
+    history_row,
+    project_name,
+    tags,
+)
+from trackbridge.errors import ConfigError, Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import dumps, write_atomic
 
@@ -72,6 +80,19 @@ class WandbConfig(BackendConfig):
     beside: wandb_near.Beside | None = Field(None, description="the user's run that ours is a companion of")
     _near: bool = PrivateAttr(False)
 
+    @field_validator("project")
+    @classmethod
+    def _legal(cls, value: str | None) -> str | None:
+        if value is not None and value != project_name(value):
+            raise ConfigError(
+                f"wandb project {value[:64]!r}: W&B takes up to {LONGEST} characters, none of / \\ # ? % : (the team is entity)"
+            )
+        return value
+
+    def project_of(self, run: RunInfo) -> str:
+        """The W&B project of `run`: the chosen one, else what its own project is called there."""
+        return self.project or project_name(run.project)
+
     def check(self) -> None:
         plugins.require("wandb", "wandb")
         if self.report:
@@ -97,7 +118,7 @@ class WandbConfig(BackendConfig):
 
     def introduce(self, run: RunInfo) -> None:
         if self.beside is not None:
-            wandb_near.introduce(self.beside.id, f"{self.project or run.project}/{run.run_id}")
+            wandb_near.introduce(self.beside.id, f"{self.project_of(run)}/{run.run_id}")
 
     def nearby(self) -> WandbConfig:
         near = self.model_copy()
@@ -192,15 +213,15 @@ class WandbBackend:
         mode = config.mode or os.environ.get("WANDB_MODE") or None
         target = Target(
             folder=str(_folder(run)),
-            project=config.project or run.project,
+            project=config.project_of(run),
             run_id=config.joined or run.run_id,
-            name=None if _note(run).exists() or config.joined else run.name,  # somebody may have renamed it since
+            name=None if _note(run).exists() or config.joined else run.name[:LONGEST],  # somebody may have renamed it since
             entity=config.entity,
             base_url=config.base_url,
             mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),
-            group=run.group or (config.beside.group or config.beside.id if config.beside else None),
+            group=run.group[:LONGEST] if run.group else (config.beside.group or config.beside.id if config.beside else None),
             companion_of=(config.beside.url or config.beside.id) if config.beside else None,
-            tags=run.tags,
+            tags=tags(run.tags),
             report=config.report,
             pace=self._pace,
         )
@@ -307,7 +328,7 @@ class WandbBackend:
             path = str(Path(self._info.directory) / record.path)
             metadata = json.loads(dumps(dict(record.metadata)))
             try:
-                self._call("artifact", record.seq, record.name, record.kind, path, metadata, record.step)
+                self._call("artifact", record.seq, record.name, artifact_type(record.kind), path, metadata, record.step)
             except ClientError as error:
                 self._refused[record.seq] = str(error)
 

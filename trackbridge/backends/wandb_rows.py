@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from trackbridge.backends import words
@@ -26,6 +27,30 @@ def history_row(row: Row) -> dict[str, float]:
     """One call of ``run.log``; its seq is how we recognise it when it is read back."""
     values = {key(name): value for name, value in row.items()}
     return {**values, STEP: row.step, SEQ: row.seq, ATTEMPT: row.attempt}
+
+
+LONGEST = 128
+"""Characters of a project, group, run or artifact type name."""
+_ILLEGAL_PROJECT = re.compile(r"[/\\#?%:\r\n]")
+_ILLEGAL_TYPE = re.compile(r"[/:]")
+_OWN_TYPES = ("job", "run_table", "code")
+_TAG = 64  # characters
+
+
+def project_name(name: str) -> str:
+    """A project that W&B takes, from any name: what it refuses in one becomes ``-``."""
+    return _ILLEGAL_PROJECT.sub("-", name)[:LONGEST]
+
+
+def artifact_type(kind: str) -> str:
+    """The type of an artifact of `kind`. Some types are W&B's own."""
+    own = kind in _OWN_TYPES or kind.startswith("wandb-")
+    return _ILLEGAL_TYPE.sub("-", f"trackbridge-{kind}" if own else kind)[:LONGEST] or "file"
+
+
+def tags(given: Sequence[str]) -> tuple[str, ...]:
+    """Tags that W&B takes: for one that it does not, it would drop them all."""
+    return tuple(dict.fromkeys(tag[:_TAG] for tag in given if tag))
 
 
 _RESERVED = re.compile(r"u*_")

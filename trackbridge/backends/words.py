@@ -63,11 +63,6 @@ def anomaly_row(anomaly: Anomaly) -> list[Any]:
     ]  # fmt: skip
 
 
-def storable(name: str) -> str:
-    """`name` as valid UTF-8: half a surrogate pair, which Python allows in a string, is spelled out."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
 def table(rows: Mapping[str, str]) -> str:
     """A two-column Markdown table. Bars and line breaks inside cells are escaped."""
     cells = [f"| {_cell(name)} | {_cell(text)} |" for name, text in rows.items()]
