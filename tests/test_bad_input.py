@@ -13,6 +13,7 @@ import torch
 import trackbridge
 from tests.training import setup
 from trackbridge.errors import ConfigError, MissingExtraError, ReferenceNotFoundError, TrackbridgeError, UsageError
+from trackbridge.rundir import RunDirectory
 
 
 def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
@@ -285,6 +286,14 @@ def test_finish_twice_and_after(tmp_path: Path) -> None:
     assert first and second
     assert run.step(loss=1.0) == []
     made.clip()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"project": "p", "run_id": "r", "name": "n", "created": 0.0}'])
+def test_a_damaged_run_json_is_told_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(TrackbridgeError) as error:
+        RunDirectory(tmp_path).info()
+    assert "run.json is damaged: " in one_line(error)
 
 
 def test_half_a_surrogate_pair_is_spelled_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -236,6 +237,22 @@ def test_a_live_run_is_synced_as_far_as_it_is(tmp_path: Path, tracker: Path) -> 
     run.end()
     assert shipper.sync(run.directory.path).complete
     assert steps(tracker) == list(range(12))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_is_read_only_is_refused_in_one_line(
+    tmp_path: Path, tracker: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """(Root may write everywhere, so the file system's answer is given here.)"""
+    run = ARun(tmp_path / "run", given(tracker))
+    run.end()
+
+    def read_only(self: Path, *arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(UsageError, match="sync a copy of the run directory"):
+        shipper.sync(run.directory.path)
 
 
 def test_a_slow_tracker_delays_nobody_and_a_timeout_is_kept(

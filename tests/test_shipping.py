@@ -341,16 +341,43 @@ def test_a_full_disk_on_our_side_stops_nothing(tmp_path: Path, tracker: Path, mo
     assert len(rows(tracker)) == 30
 
 
+def test_a_disk_that_is_full_when_the_shipper_begins_is_waited_for(
+    tmp_path: Path, tracker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even a claim can be written then. Half of one, a claim of nobody, would keep everybody waiting."""
+    resource = pytest.importorskip("resource")
+    run = finished_run(tmp_path / "run")
+    service = Service(run, FlakyConfig(path=tracker))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        service.steps(3)
+        assert not service.worker.claim.held and list(run.directory.shipper.iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "next try in" in caplog.text and "Traceback" not in caplog.text
+    service.to_the_end()
+    assert len(rows(tracker)) == 30
+
+
 # -- cursors and claims
 
 
-def test_a_torn_cursor_is_as_none(tmp_path: Path) -> None:
+DAMAGED = ('{"kind": "fla', '{"seq": 1e999}', '{"seq": 5, "rows": "many"}', '{"seq": 5, "attempt": null}', "[]", "3", "")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_cursor_is_as_none(tmp_path: Path, tracker: Path, damaged: str) -> None:
     run = ARun(tmp_path / "run")
     Cursor("flaky", seq=17).save(run.directory)
     assert cursors(run.directory)["flaky"].seq == 17
     assert first_free_seq(run.directory) == 18
-    (run.directory.shipper / "flaky.json").write_text('{"kind": "fla')
+    (run.directory.shipper / "flaky.json").write_text(damaged)
     assert Cursor.load(run.directory, "flaky").seq == -1
+    run.rows(range(3))
+    run.end()
+    Service(run, FlakyConfig(path=tracker), over=True).to_the_end()
+    assert [step for _, step, _ in rows(tracker)] == [0, 1, 2]
 
 
 def test_one_process_at_a_time(tmp_path: Path, tracker: Path) -> None:

@@ -88,7 +88,7 @@ class RunDirectory:
         for cursor in self.shipper.glob("*.json"):
             try:
                 found = max(found, int(json.loads(cursor.read_bytes())["seq"]))
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):
                 continue  # a damaged cursor knows nothing
         return found
 
@@ -99,10 +99,13 @@ class RunDirectory:
         except (FileNotFoundError, NotADirectoryError):
             raise ReferenceNotFoundError(f"{self.path} is not a run directory: it has no run.json") from None
         try:
-            return RunFile.model_validate_json(data)
+            file = RunFile.model_validate_json(data)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise TrackbridgeError(f"{self.file} is damaged: {first['msg']}") from None
+        if not file.attempts:
+            raise TrackbridgeError(f"{self.file} is damaged: it tells of no attempt")
+        return file
 
     def write(self, file: RunFile) -> None:
         write_atomic(self.file, dumps(file.model_dump(), indent=1).encode())

@@ -13,6 +13,7 @@ process is gone), the shipper becomes the journal's writer, seals the open capsu
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import random
@@ -196,6 +197,8 @@ class Shipper:
         settled: Settled | None = Settled()
         try:
             settled = settle(self._directory, self._trainer.attempt, self._journal_claim, dead=not self._trainer.ended())
+        except (OSError, TrackbridgeError) as error:
+            logger.warning("trackbridge: cannot finish what the trainer left in %s: %s", self._directory.path, error)
         except Exception:
             logger.exception("trackbridge: cannot finish what the trainer left in %s", self._directory.path)
         if settled is None:
@@ -229,10 +232,11 @@ def sync(
 
     Works on a copied directory and on another machine. A run whose trainer died gets its capsules sealed and is marked as
     killed; on another host only when its newest record is older than `trackbridge.liveness.STALE_SECONDS`. Raises
-    `UsageError` when there is no tracker to deliver to, `ReferenceNotFoundError` when there is no run, `MissingExtraError`
+    `UsageError` when there is no tracker to deliver to or the directory is read-only, `ReferenceNotFoundError` when there is no run, `MissingExtraError`
     for a missing package.
     """
     directory = find(run_dir)
+    _check_writable(directory.shipper)
     backends = configured(directory) if to is None else list(to)
     _environment(backends)
     shipper = Shipper(directory.path, backends, follow=follow, timeout=timeout, on_progress=on_progress, settles=True)
@@ -264,6 +268,20 @@ def start(
             stderr=file,
             start_new_session=True,
             env={**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"},  # the folder we are in may hold an mlflow.py
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """A disk that is full may have space in a minute; one that is read-only stays so."""
+    writable = True
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        writable = error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM)
+    if not writable:
+        raise UsageError(
+            f"cannot write to {folder}, where it is kept how far each tracker is: sync a copy of the run directory"
         )
 
 

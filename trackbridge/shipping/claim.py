@@ -30,7 +30,7 @@ class Claim:
     held: bool = False
 
     def take(self) -> str | None:
-        """None on success, else who has it, in words."""
+        """None on success, else who has it, in words. Raises `OSError` where nothing can be written (now)."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         words = self._create()
         if words is not None and self._stale():
@@ -64,12 +64,17 @@ class Claim:
     def _create(self) -> str | None:
         owner = {"token": self._token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         try:
-            with self.path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(owner))
-            return None
+            file = self.path.open("x", encoding="utf-8")
         except FileExistsError:
             other = self._read()
             return f"process {other.get('pid', '?')} on {other.get('host', '?')}"
+        try:
+            with file:
+                file.write(json.dumps(owner))
+        except OSError:  # a full disk: a claim of nobody would keep everybody waiting
+            self.path.unlink(missing_ok=True)
+            raise
+        return None
 
     def _read(self) -> dict[str, object]:
         try:

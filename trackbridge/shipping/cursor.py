@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ class Cursor:
         """The saved cursor, or a new one when there is none for this `target` or it is unreadable: trackers skip repetition."""
         try:
             saved = json.loads(_file(directory, kind).read_text(encoding="utf-8"))
-            known = {f.name for f in fields(cls)} - {"kind", "seq"}
-            cursor = cls(kind, seq=int(saved["seq"]), **{key: saved[key] for key in known if key in saved})
-        except (OSError, ValueError, TypeError, KeyError):
+            counts = {name: int(saved.get(name, 0)) for name in ("attempt", "rows", "artifacts", "dead_letters")}
+            told = {"error": saved.get("error"), "updated": float(saved.get("updated", 0.0))}
+            cursor = cls(kind, str(saved.get("target", "")), int(saved["seq"]), **counts, **told)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls(kind, target or "")
         return cursor if target in (None, cursor.target) else cls(kind, target or "")
 

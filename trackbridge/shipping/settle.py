@@ -51,12 +51,10 @@ def settle(directory: RunDirectory, attempt: int, claim: Claim, *, dead: bool) -
         writer = JournalWriter(
             directory.rows(), segment_bytes=_SEGMENT_BYTES, fsync_seconds=1.0, floor=first_free_seq(directory)
         )
-        for artifact in artifacts:
-            writer.append(artifact)
-        if killed:
-            writer.append(RunEnd(-1, time.time(), "killed", attempt))
+        written = [artifact.path for artifact in artifacts if writer.append(artifact) >= 0]  # a full disk takes none
+        marked = killed and writer.append(RunEnd(-1, time.time(), "killed", attempt)) >= 0
         writer.close()
-        return Settled([artifact.path for artifact in artifacts], killed)
+        return Settled(written, marked)
     finally:
         claim.release()
 

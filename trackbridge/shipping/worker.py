@@ -84,12 +84,15 @@ class Worker:
         self._reader = JournalReader(directory.rows())
 
     def step(self) -> float:
-        """Do one thing. Returns how many seconds may pass until the next. Never raises for what a tracker does."""
+        """Do one thing. Returns how many seconds may pass until the next. Never raises for what a tracker or a disk does."""
         if not self.claim.held:
             if self.backend is not None:
                 self._let_go()  # the claim was lost: this process was stopped for minutes
             self._started = False
-            self.waiting_for = self.claim.take()
+            try:
+                self.waiting_for = self.claim.take()
+            except OSError as error:
+                return self._failed(error)
             if self.waiting_for is not None:
                 return _CLAIM_SECONDS
         try:
