@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import random
 import sys
@@ -17,7 +18,7 @@ from trackbridge.errors import RetryLater
 from trackbridge.journal import JournalWriter
 from trackbridge.records import Artifact
 from trackbridge.rundir import RunDirectory
-from trackbridge.shipping.backoff import MOST_SECONDS, Backoff
+from trackbridge.shipping.backoff import ASKED_SECONDS, MOST_SECONDS, Backoff
 from trackbridge.shipping.claim import Claim
 from trackbridge.shipping.cursor import Cursor, cursors, first_free_seq
 from trackbridge.shipping.status import statuses
@@ -286,6 +287,41 @@ def test_back_off_grows_with_jitter_and_resets() -> None:
     assert sum(delays[20:]) / 180 > MOST_SECONDS / 4
     backoff.ok()
     assert backoff.fail() <= 1.0
+
+
+class Unprintable(Exception):  # noqa: N818 - no error of ours
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("method", ["open", "write", "close"])
+@pytest.mark.parametrize(
+    "answer",
+    [None, math.nan, "7", 0.5, SystemExit(3), Unprintable(), RetryLater(-1e9), RetryLater(math.inf), RetryLater(math.nan)],
+    ids=repr,
+)
+def test_what_a_third_party_should_not_answer(
+    tmp_path: Path, tracker: Path, monkeypatch: pytest.MonkeyPatch, method: str, answer: object
+) -> None:
+    """It is waited out as any other trouble: nothing is taken for delivered, nobody is asked without a pause or never again."""
+    run = finished_run(tmp_path / "run")
+    proper = getattr(FlakyTracker, method)
+
+    def odd(*arguments: object, **options: object) -> object:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(FlakyTracker, method, odd)
+    service = Service(run, FlakyConfig(path=tracker, only_at_close=method == "close")).steps(20)
+    assert not service.worker.done
+    if method != "close":  # `open` may well know, later, what a close did not tell
+        assert service.worker._cursor.seq == -1
+    assert all(0 <= delay <= ASKED_SECONDS + MOST_SECONDS for delay in service.delays)
+    assert sum(service.delays) > 30.0
+    monkeypatch.setattr(FlakyTracker, method, proper)
+    service.to_the_end()
+    assert sorted(step for _, step, _ in rows(tracker)) == list(range(30))
 
 
 def test_an_outage_is_one_warning_a_minute_and_a_new_connection_now_and_then(

@@ -232,8 +232,8 @@ def sync(
 
     Works on a copied directory and on another machine. A run whose trainer died gets its capsules sealed and is marked as
     killed; on another host only when its newest record is older than `trackbridge.liveness.STALE_SECONDS`. Raises
-    `UsageError` when there is no tracker to deliver to or the directory is read-only, `ReferenceNotFoundError` when there is no run, `MissingExtraError`
-    for a missing package.
+    `UsageError` when there is no tracker to deliver to or the directory is read-only, `ReferenceNotFoundError` when there is no
+    run, `MissingExtraError` for a missing package.
     """
     directory = find(run_dir)
     _check_writable(directory.shipper)
@@ -280,9 +280,7 @@ def _check_writable(folder: Path) -> None:
     except OSError as error:
         writable = error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM)
     if not writable:
-        raise UsageError(
-            f"cannot write to {folder}, where it is kept how far each tracker is: sync a copy of the run directory"
-        )
+        raise UsageError(f"cannot write to {folder}, which keeps how far each tracker is: sync a copy of the run directory")
 
 
 def _environment(backends: Sequence[BackendConfig]) -> None:

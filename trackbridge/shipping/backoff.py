@@ -6,6 +6,8 @@ import random
 
 FIRST_SECONDS = 0.5
 MOST_SECONDS = 60.0
+ASKED_SECONDS = 600.0
+"""What a tracker may ask for at most: a server that says "tomorrow" may be back in a minute."""
 
 
 class Backoff:
@@ -16,8 +18,9 @@ class Backoff:
         self.failures = 0
 
     def fail(self, at_least: float = 0.0) -> float:
-        """Seconds to wait now."""
+        """Seconds to wait now: at least what the tracker asks for, up to `ASKED_SECONDS`."""
         self.failures += 1
+        at_least = min(at_least, ASKED_SECONDS) if at_least > 0 else 0.0  # no number is none as well
         most = min(FIRST_SECONDS * 2.0 ** min(self.failures, 20), MOST_SECONDS)
         return at_least + self._rng.uniform(FIRST_SECONDS / 2, most)
 

@@ -35,9 +35,10 @@ class Cursor:
         """The saved cursor, or a new one when there is none for this `target` or it is unreadable: trackers skip repetition."""
         try:
             saved = json.loads(_file(directory, kind).read_text(encoding="utf-8"))
-            counts = {name: int(saved.get(name, 0)) for name in ("attempt", "rows", "artifacts", "dead_letters")}
-            told = {"error": saved.get("error"), "updated": float(saved.get("updated", 0.0))}
-            cursor = cls(kind, str(saved.get("target", "")), int(saved["seq"]), **counts, **told)
+            cursor = cls(kind, str(saved.get("target", "")), int(saved["seq"]), error=saved.get("error"))
+            for name in ("attempt", "rows", "artifacts", "dead_letters"):
+                setattr(cursor, name, int(saved.get(name, 0)))
+            cursor.updated = float(saved.get("updated", 0.0))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls(kind, target or "")
         return cursor if target in (None, cursor.target) else cls(kind, target or "")
@@ -86,7 +87,7 @@ class DeadLetters:
                     "seq": record.seq,
                     "record": type(record).__name__,
                     "step": getattr(record, "step", None),
-                    "why": redact.text(reasons[record.seq]),
+                    "why": redact.text(str(reasons[record.seq])),
                     "time": time.time(),
                 }
                 lines.append(dumps(entry) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ class Worker:
             delay = self._failed(later, at_least=later.after)
         except Rejected as refusal:
             delay = self._refused(refusal)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an SDK that wants to end the process ends nothing here
             delay = self._failed(error)
             if self._backoff.failures % _REOPEN_AFTER == 0:
                 self._let_go()
@@ -116,8 +117,8 @@ class Worker:
         """Let go of the tracker without ending the run there, and of the claim."""
         if self._opened is not None and self.backend is not None:
             try:
-                self._confirm(self.backend.close(None, timeout=timeout))
-            except Exception as error:
+                self._confirm(operator.index(self.backend.close(None, timeout=timeout)))
+            except (Exception, SystemExit) as error:
                 self._failed(error)
         self.backend = self._opened = None
         if self._started and self.claim.touch():
@@ -225,7 +226,7 @@ class Worker:
         if self.backend is None:
             self.backend = self._config.build()
         info = self._info(attempt)
-        self._held = self.backend.open(info)
+        self._held = operator.index(self.backend.open(info))  # a whole number, whatever a third party gives
         self._opened = info
         self._pending.drop(self._held, ended=False)
         self._move()
@@ -241,7 +242,8 @@ class Worker:
         batch = list(self._offers(attempt))
         if not batch or self.backend is None:
             return False
-        return self._confirm(min(self.backend.write(batch, timeout=WRITE_SECONDS), batch[-1].seq))
+        last = batch[-1].seq
+        return self._confirm(min(operator.index(self.backend.write(batch, timeout=WRITE_SECONDS)), last))
 
     def _offers(self, attempt: int) -> Iterator[Record]:
         return (record for record in self._pending.of(attempt) if not isinstance(record, RunEnd))
@@ -253,7 +255,7 @@ class Worker:
         self._opened = None
         if self.backend is None:
             return
-        safe = self.backend.close(end, timeout=CLOSE_SECONDS)
+        safe = operator.index(self.backend.close(end, timeout=CLOSE_SECONDS))
         if end is not None and safe >= end.seq:
             self._ends[attempt] = end
         self._confirm(safe, ended=end is not None)
@@ -290,7 +292,7 @@ class Worker:
         self._warn(f"{self.kind} refuses {len(letters)} records for good: {_line(refusal)} (shipper/dead-letters.jsonl)")
         return 0.0
 
-    def _failed(self, error: Exception, *, at_least: float = 0.0) -> float:
+    def _failed(self, error: BaseException, *, at_least: float = 0.0) -> float:
         delay = self._backoff.fail(at_least)
         self._cursor.error = _line(error)
         behind = max(self._reader.position - self._cursor.seq, 0)
@@ -303,10 +305,10 @@ class Worker:
         try:
             if backend is not None:
                 backend.close(None, timeout=_LET_GO_SECONDS)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.debug("%s: %s while closing", self.kind, _line(error))
 
-    def _warn(self, words: str, error: Exception | None = None) -> None:
+    def _warn(self, words: str, error: BaseException | None = None) -> None:
         if self._clock() - self._warned >= _WARN_SECONDS:
             self._warned = self._clock()
             logger.warning("trackbridge: %s", words)
@@ -327,8 +329,11 @@ class Worker:
         self._told, self._saved = tell, self._clock()
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """One line about `error`, without secrets."""
-    words = str(error).strip().splitlines()
+    try:
+        words = str(error).strip().splitlines()
+    except Exception:  # its own fault, but delivery goes on
+        words = []
     text = words[0] if words else type(error).__name__
     return redact.text(text if isinstance(error, (RetryLater, Rejected)) else f"{type(error).__name__}: {text}")[:300]
