@@ -42,10 +42,14 @@ class ActivationsConfig(Section):
         "blocks", description="whose outputs are measured: a choice, or names of modules (patterns with * and ? too)"
     )
     every: int = Field(1, ge=1, description="cadence in optimizer steps")
-    tokens: int = Field(1, ge=1, description="measure every N-th token only, N rounded up to an odd prime; see docs/statistics.md")
+    tokens: int = Field(
+        1, ge=1, description="measure every N-th token only, N rounded up to an odd prime; see docs/statistics.md"
+    )
     channels_every: int = Field(10, ge=0, description="cadence of the kurtosis over channels, one more read; 0: never")
     embedding_rows: int = Field(3, ge=0, le=16, description="rows of the embedding with the largest gradients; 0: none")
-    embedding_every: int = Field(1, ge=1, description="cadence of that in optimizer steps; reads the table's gradient once more")
+    embedding_every: int = Field(
+        1, ge=1, description="cadence of that in optimizer steps; reads the table's gradient once more"
+    )
     attention_every: int = Field(0, ge=0, description="cadence of the largest attention logit of each block; 0: never")
     attention_queries: int = Field(16, ge=1, description="query positions of each sequence whose logits are looked at")
     routers: list[str] | None = Field(

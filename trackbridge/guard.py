@@ -107,7 +107,7 @@ class Guard:
         """`bad` on any rank."""
         if Ranks.current().world_size == 1:
             return bad
-        found = torch.tensor([float(bad)])
+        found = torch.tensor([float(bad)], device="cpu")
         try:
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._private_group())
         except RuntimeError as error:
@@ -275,7 +275,7 @@ def _sent(values: Tensor) -> tuple[Tensor, Any]:
     """(copy on the host, the event after which it is there)."""
     if not values.is_cuda:
         return values.clone(), None
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copy.copy_(values, non_blocking=True)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -21,7 +21,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +32,7 @@ from trackbridge import fingerprints, hostcopy, rng, tree
 from trackbridge.batches import Fetch, plain_ids
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import Part, Timer, UsageError
+from trackbridge.hooks import Inert, in_transform
 from trackbridge.records import MicroBatch, StepContext
 from trackbridge.rng import RngState
 from trackbridge.rundir import RunDirectory
@@ -378,9 +378,8 @@ class Recorder:
         self._handles = []
 
 
-class StartHook:
-    """Marks the start of a step in a model's forward pass. A no-op from the standard library in copies and pickles, so a
-    saved model loads where trackbridge is not installed; silent in replicas and while torch.compile traces."""
+class StartHook(Inert):
+    """Marks the start of a step in a model's forward pass. Silent in replicas and where a function is transformed or traced."""
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
@@ -390,12 +389,9 @@ class StartHook:
         if torch.compiler.is_compiling():
             return
         recorder = self._recorder
-        if id(module) == self._model and recorder._part.alive and torch.is_grad_enabled():
+        if id(module) == self._model and recorder._part.alive and torch.is_grad_enabled() and not in_transform():
             with recorder._part:
                 recorder.forward()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
 
 
 def _consumed(step: _Open) -> tuple[list[RawMicro], list[RawMicro]]:

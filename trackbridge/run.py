@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from trackbridge import attempts, hostcopy, names, provenance, redact
@@ -53,7 +52,7 @@ from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import sealing
 from trackbridge.shipping.cursor import first_free_seq
 from trackbridge.skip import SkipPlan, never_came
-from trackbridge.watched import AutoStep, hyperparameters, named
+from trackbridge.watched import AutoStep, check, device_of, hyperparameters, named
 
 T = TypeVar("T")
 
@@ -294,8 +293,7 @@ class Run:
         step. It waits for the device; without a process group or without `stop_on_anomaly` it costs nothing."""
         if self._settings.stop_on_anomaly is None:
             return False
-        device = next((p.device for module in self._models.values() for p in module.parameters()), torch.device("cpu"))
-        return any_rank(self.should_stop is not None, device)
+        return any_rank(self.should_stop is not None, device_of(self._models))
 
     # recording
 
@@ -321,22 +319,12 @@ class Run:
         """
         if self._inert():
             return
-        models = self._models = named("model", model, nn.Module)
+        models = named("model", model, nn.Module)
         optimizers = named("optimizer", optimizer, Optimizer) if optimizer is not None else {}
-        if not models:
-            raise UsageError("watch needs a model: an empty list or mapping has none")
-        for module in models.values():
-            if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
-                raise UsageError("the model has lazy parameters: run one forward pass before watch")
-        if scaler is not None and not hasattr(scaler, "get_scale"):
-            raise UsageError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-        if state is not None and not isinstance(state, Mapping):
-            raise UsageError(f"state must be a mapping of names to objects with state_dict, not {type(state).__name__}")
-        for name, value in (state or {}).items():
-            if not hasattr(value, "state_dict"):
-                raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
+        check(models, optimizers, scaler=scaler, state=state, auto_step=auto_step)
         self._instruments.attach(models, optimizers, scaler)
-        self._meter.attach(models, next((p.device for m in models.values() for p in m.parameters()), torch.device("cpu")))
+        self._models = models
+        self._meter.attach(models, device_of(models))
         self._host.devices = {parameter.device for module in models.values() for parameter in module.parameters()}
         self._expense.device = next((device for device in self._host.devices if device.type == "cuda"), None)
         if self._recorder is not None:
@@ -352,7 +340,7 @@ class Run:
             self._pace.begin()
         self._watching = True
         with Part("describing what is watched", strict=self._settings.strict):
-            self._scribe.submit(Params(-1, time.time(), {"training": hyperparameters(self._models, optimizers)}))
+            self._scribe.submit(Params(-1, time.time(), {"training": hyperparameters(models, optimizers)}))
 
     def batches(
         self, loader: Iterable[T], *, skip: SkipPlan | str | Path | None = None, epoch: int | None = None
@@ -395,8 +383,8 @@ class Run:
         return Later(self._intake)
 
     def fetching(self) -> None:
-        """For an integration: a batch is about to be fetched that `fetched` will tell of. What the fetch draws in the middle of a
-        step, a replay, which has the batch, does not draw: so the random state after it is kept where it has moved."""
+        """For an integration: a batch is about to be fetched that `fetched` will tell of. What the fetch draws in the middle of
+        a step, a replay, which has the batch, does not draw: so the random state after it is kept where it has moved."""
         if not self._inert():
             with self._feeding:
                 self._intake.before_fetch()

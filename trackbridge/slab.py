@@ -80,7 +80,8 @@ class Slot:
 
     def __init__(self, slab: Slab) -> None:
         pinned = slab.device.type == "cuda"
-        self.copy = torch.empty(slab.tensor.shape, dtype=slab.tensor.dtype, pin_memory=pinned)
+        with torch.inference_mode(False):  # it is written to again, outside of the mode that this may be in
+            self.copy = torch.empty(slab.tensor.shape, dtype=slab.tensor.dtype, device="cpu", pin_memory=pinned)
         self.facts = np.empty_like(slab.facts)
         self.done: torch.cuda.Event | None = (
             torch.cuda.Event(blocking=True) if pinned else None  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Naming what the user watches, and closing steps for a loop that is not to be changed."""
+"""What the user watches: named, checked, described; and closing steps for a loop that is not to be changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from trackbridge.errors import Part, UsageError
-from trackbridge.probes.base import Inert
+from trackbridge.hooks import Inert
 
 T = TypeVar("T")
 
@@ -47,6 +48,34 @@ def _parts(given: Any, kind: type[Any]) -> list[Any] | None:
         return None
     parts = list(given)
     return parts if parts and all(isinstance(part, kind) and part is not given for part in parts) else None
+
+
+def check(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], *, scaler: Any, state: Any, auto_step: bool
+) -> None:
+    """Raise `UsageError` for what cannot be watched. Arguments as of `Run.watch`; models and optimizers as from `named`."""
+    if not models:
+        raise UsageError("watch needs a model: an empty list or mapping has none")
+    for module in models.values():
+        parameters = list(module.parameters())
+        if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+            raise UsageError("the model has lazy parameters: run one forward pass before watch")
+        if parameters and all(parameter.is_meta for parameter in parameters):
+            raise UsageError("the model is on the meta device: give it memory (to_empty, or load its weights) before watch")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    if state is not None and not isinstance(state, Mapping):
+        raise UsageError(f"state must be a mapping of names to objects with state_dict, not {type(state).__name__}")
+    for name, value in (state or {}).items():
+        if not hasattr(value, "state_dict"):
+            raise UsageError(f"state[{name!r}] has no state_dict(); pass objects that have one")
+    if auto_step and not optimizers:
+        raise UsageError("auto_step=True needs the optimizer: watch(model, optimizer, auto_step=True)")
+
+
+def device_of(models: Mapping[str, nn.Module]) -> torch.device:
+    """Where the first of their parameters is; the CPU if there is none."""
+    return next((p.device for module in models.values() for p in module.parameters()), torch.device("cpu"))
 
 
 def hyperparameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
@@ -95,8 +124,6 @@ class AutoStep:
         optimizers: Mapping[str, Optimizer],
         part: Part,
     ) -> None:
-        if not optimizers:
-            raise UsageError("auto_step=True needs the optimizer: watch(model, optimizer, auto_step=True)")
         self._close = close
         self._part = part
         self._loss: Tensor | None = None

@@ -22,10 +22,9 @@ from trackbridge.errors import Part
 from trackbridge.flops.counting import Counting, FlopCount, count_shapes
 from trackbridge.flops.functions import Flops
 from trackbridge.flops.peaks import Peak, peak_of
+from trackbridge.hooks import Inert, in_backward, in_transform
 from trackbridge.hostcopy import HostCopy
-from trackbridge.probes.base import Inert
-from trackbridge.probes.outputs import is_transformed, tensors
-from trackbridge.probes.phases import in_backward
+from trackbridge.probes.outputs import tensors
 
 logger = logging.getLogger("trackbridge")
 
@@ -112,6 +111,8 @@ class Meter:
             return
         key = (number, _shapes(args, kwargs))
         self._passes.append(key)
+        if None in key[1]:
+            self._unknown(key, TypeError("a nested tensor has no shape"))
         if key in self._known or self._running is not None or self._config.flops_per_token is not None:
             return
         if key not in self._seen:
@@ -145,6 +146,7 @@ class Meter:
         in a step that is not `steady`: the first one, one that compiled."""
         passes, self._passes = self._passes, []
         self._inside.clear()
+        self._stop()  # a pass that was interrupted has left its mode on
         if not steady or seconds <= 0:
             return {}
         per_token = self._config.flops_per_token
@@ -238,7 +240,8 @@ class Meter:
 
 
 def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(tensor.shape for tensor in tensors((args, kwargs)))
+    """Of the tensors of a call; None for a nested tensor, which has none."""
+    return tuple(None if tensor.is_nested else tensor.shape for tensor in tensors((args, kwargs)))
 
 
 class _Hook(Inert):
@@ -251,13 +254,13 @@ class _Hook(Inert):
         meter = self._meter
         return (
             not torch.compiler.is_compiling() and id(module) == self._model and meter._part.alive and not meter._paused()
-            and module.training and torch.is_grad_enabled() and not in_backward()
+            and module.training and torch.is_grad_enabled() and not in_backward() and not in_transform()
         )  # fmt: skip
 
 
 class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._live(module) and not any(is_transformed(tensor) for tensor in tensors(args)):
+        if self._live(module):
             with self._meter._part:
                 self._meter.entered(self._number, module, args, kwargs)
 

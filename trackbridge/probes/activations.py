@@ -74,10 +74,9 @@ class ActivationProbe:
 
     def _surround(self, block: nn.Module, model: nn.Module, mode: Watching) -> None:
         around = Around(self._gates.valves[LOGITS], block, model, mode, inside_compiled=self._inside)
-        after = After(around, block, model)
         self._hooks.append(around)
         self._handles.append(block.register_forward_pre_hook(around))
-        self._handles.append(block.register_forward_hook(after, always_call=True))
+        self._handles.append(block.register_forward_hook(After(around), always_call=True))
 
     def _hook(self, module: nn.Module, model: nn.Module, look: Look) -> None:
         hook = OutputHook(self._gates.valves[OUTPUTS], module, model, look, inside_compiled=self._inside)
@@ -97,7 +96,7 @@ class ActivationProbe:
         for kind in self._kinds:
             kind.collect()
         for hook in self._hooks:
-            hook.pending = 0
+            hook.reset()
         self._gates.end()
 
     def detach(self) -> None:
@@ -105,6 +104,8 @@ class ActivationProbe:
             handle.remove()
         self._gates.shut()
         self._handles.clear()
+        for hook in self._hooks:
+            hook.reset()
         self._hooks.clear()
         self._sites.targets.clear()
         self._routers.targets.clear()

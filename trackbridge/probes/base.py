@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -76,13 +75,3 @@ class Gate:
         if self.paused or every <= 0:
             return False
         return self.step is None or self.step % (every if always else every * self.rarer) == 0
-
-
-class Inert:
-    """A hook that does nothing in copies: a pickle or deep copy of a watched model gets a no-op from the standard library.
-
-    So a saved model loads where trackbridge is not installed, and a copy (an EMA, say) is not measured as the original.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # accepts any three arguments and returns None

@@ -115,7 +115,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    total = torch.zeros(x.shape[1], dtype=torch.float64)
+    total = torch.zeros(x.shape[1], dtype=torch.float64, device="cpu")
     for chunk in torch.split(x, max(1, CHUNK // x.shape[1])):
         part = chunk.to(dtype)
         total += torch.mul(part, part, out=torch.empty_like(part)).sum(0)

@@ -4,8 +4,8 @@
 
 w_i is the i-th element in logical order as an unsigned integer of its own size (an element of eight bytes is two words of four,
 the lower one first). An odd weight is invertible modulo a power of two, so whatever changes in one word changes the sum: one
-flipped bit always, and two words that were exchanged as a rule; any other damage goes unseen with a probability near 2^-53. As in
-Fletcher's sum (J. G. Fletcher, "An Arithmetic Checksum for Serial Transmissions", 1982) the weight is the place. Integers
+flipped bit always, and two words that were exchanged as a rule; any other damage goes unseen with a probability near 2^-53. As
+in Fletcher's sum (J. G. Fletcher, "An Arithmetic Checksum for Serial Transmissions", 1982) the weight is the place. Integers
 add up to the same whatever the order, on every device and with any number of threads; a float64 holds the result exactly.
 
 Read on a cadence: silent corruption stays. Comparing is for whoever has the numbers of several ranks (`merge`).
@@ -83,7 +83,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Of tensors of one device and dtype, none empty; float64 (k,) on that device. No sync."""
     first = tensors[0]
     if first.device.type == "cpu":
-        return torch.tensor([float(_on_cpu(tensor)) for tensor in tensors], dtype=torch.float64)
+        return torch.tensor([float(_on_cpu(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
     kernels = kernels_for(first)
     if kernels is not None:
         return kernels.checksums(tensors)  # type: ignore[no-any-return]

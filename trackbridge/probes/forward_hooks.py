@@ -2,7 +2,7 @@
 
 Counted are training forwards with gradients enabled, each module once per call. Recomputation inside a backward pass is
 not counted, except where it is the first pass that would count: reentrant checkpointing runs the real forward without
-gradients.
+gradients. Nor are calls in which a function is transformed or traced.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from trackbridge.errors import Part
-from trackbridge.probes.base import Inert
-from trackbridge.probes.phases import in_backward
+from trackbridge.hooks import Inert, in_backward, in_export, in_transform
 
 
 class Look(Protocol):
@@ -45,15 +44,26 @@ class Valve:
 class Counted(Inert):
     """Decides which calls of one module count. `pending`: calls of the forward pass that a recomputation may still repeat."""
 
-    def __init__(self, valve: Valve, module: nn.Module, model: nn.Module) -> None:
+    def __init__(self, valve: Valve, module: nn.Module, model: nn.Module, *, inside_compiled: bool) -> None:
         self.valve = valve
+        self.inside_compiled = inside_compiled
         self.module = id(module)  # not the module: data-parallel replicas share hooks with the original
         self.model = model
+        self.pending = 0
+
+    def in_graph(self, module: nn.Module) -> bool:
+        """While a graph is traced: whether a look belongs into it."""
+        return self.inside_compiled and torch.is_grad_enabled() and module.training and not in_export()
+
+    def reset(self) -> None:
+        """The step is over: no forward pass is under way."""
         self.pending = 0
 
     def counts(self, module: nn.Module) -> bool:
         """True for a call of eager code that counts. Ask once per call."""
         if not self.valve.open or not torch.is_grad_enabled() or id(module) != self.module or not self.model.training:
+            return False
+        if in_transform():
             return False
         if not in_backward():
             self.pending += 1
@@ -67,13 +77,12 @@ class OutputHook(Counted):
     """A forward hook: one look at the output of each call that counts."""
 
     def __init__(self, valve: Valve, module: nn.Module, model: nn.Module, look: Look, *, inside_compiled: bool) -> None:
-        super().__init__(valve, module, model)
+        super().__init__(valve, module, model, inside_compiled=inside_compiled)
         self.look = look
-        self.inside_compiled = inside_compiled
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            if self.inside_compiled and torch.is_grad_enabled() and module.training:
+            if self.in_graph(module):
                 self.look.trace(module, inputs, output)
         elif self.valve.open:
             with self.valve.part:

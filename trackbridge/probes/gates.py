@@ -37,7 +37,7 @@ class Gates:
         view = slab.device_view(self.FIELD)
         view.fill_(1.0)
         self._switches = view[:KINDS]
-        states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=KINDS)), dtype=view.dtype).to(view.device)
+        states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=KINDS)), dtype=view.dtype, device="cpu").to(view.device)
         self._states = list(states)
 
     def update(self) -> None:

@@ -168,8 +168,8 @@ def _add(counts: Tensor, pieces: Sequence[tuple[int, Tensor]], scale: Tensor | N
         values = values / scale.to(device)
     place = (values.view(torch.int32) >> 22 & (CODES - 1)).long()
     if rows > 1:
-        sizes = torch.tensor([piece.numel() for _, piece in pieces], pin_memory=device.type == "cuda")
-        which = torch.tensor([row - first for row, _ in pieces], pin_memory=device.type == "cuda")
+        sizes = torch.tensor([piece.numel() for _, piece in pieces], device="cpu", pin_memory=device.type == "cuda")
+        which = torch.tensor([row - first for row, _ in pieces], device="cpu", pin_memory=device.type == "cuda")
         which, sizes = which.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
         place += CODES * torch.repeat_interleave(which, sizes, output_size=len(values))
     private = max(1, _PRIVATE // (rows * CODES))  # neighbours count in different copies: no two wait for one address

@@ -161,8 +161,9 @@ class Instruments:
         return self._session
 
     def _begin(self, subject: Subject, before: Session | None = None) -> Session:
-        session = Session(
-            subject, self._parameters, self._activations, self._scalars, self._gate, slots=self._slots, strict=self._strict
-        )
-        session.attach(before)
+        with torch.inference_mode(False):  # what is made here is written to again, outside of the mode that this may be in
+            session = Session(
+                subject, self._parameters, self._activations, self._scalars, self._gate, slots=self._slots, strict=self._strict
+            )
+            session.attach(before)
         return session

@@ -319,7 +319,7 @@ def pointers_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """To the device without waiting for it."""
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -29,9 +29,11 @@ def first_tensor(output: Any) -> Tensor | None:
     return scalar
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """True inside torch.func transforms (vmap, grad), where nothing outside may be written to."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+def elements(tensor: Tensor) -> Tensor | None:
+    """`tensor`, or the values of a jagged one; None for nested tensors of the old layout, which have no single shape."""
+    if not tensor.is_nested:
+        return tensor
+    return tensor.values() if tensor.layout is torch.jagged else None
 
 
 def tensors(output: Any, depth: int = DEPTH) -> Iterator[Tensor]:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from trackbridge.errors import Part
+from trackbridge.hooks import Inert, in_backward, in_transform
 from trackbridge.hostcopy import capturing
-from trackbridge.probes.base import BoolArray, Gate, Inert, Stats
-from trackbridge.probes.outputs import first_tensor, is_transformed
+from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.outputs import first_tensor
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -131,7 +132,7 @@ class PhaseProbe:
             return
         self.stop(FORWARD, number)
         tensor = first_tensor(output)
-        if tensor is not None and tensor.grad_fn is not None and not is_transformed(tensor):
+        if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(_Backward(self))
 
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
@@ -175,7 +176,9 @@ class PhaseProbe:
         return values, np.concatenate((seen, [known, known and rest < -ROUNDING]))
 
     def _counts(self, model: nn.Module) -> bool:
-        return not self._gate.paused and model.training and torch.is_grad_enabled() and not in_backward()
+        if self._gate.paused or not model.training or not torch.is_grad_enabled():
+            return False
+        return not in_backward() and not in_transform()
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -183,11 +186,6 @@ class PhaseProbe:
         event = self._events.popleft() if self._events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-def in_backward() -> bool:
-    """True inside a backward pass: recomputation of a checkpointed part, in both of its modes."""
-    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 class _Hook(Inert):

@@ -134,7 +134,7 @@ def nonfinites(tensors: Sequence[Tensor], total: Tensor | None = None) -> Tensor
     if kernels is not None:
         return kernels.summarise(tensors, unless_finite=total)[2]  # type: ignore[no-any-return]
     counts = torch.stack([torch.isfinite(tensor).sum() for tensor in tensors])
-    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
     return _widest(sizes.to(counts.device, non_blocking=True) - counts)
 
 

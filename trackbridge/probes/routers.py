@@ -24,7 +24,7 @@ from trackbridge.config import ActivationsConfig
 from trackbridge.errors import ConfigError, nearest
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, OUTPUTS, Gates
-from trackbridge.probes.outputs import is_transformed, tensors
+from trackbridge.probes.outputs import tensors
 from trackbridge.probes.sites import modules_of
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
@@ -200,7 +200,7 @@ class Router:
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
         values = assigned(output, self.experts, self.chosen)
-        if values is not None and not is_transformed(values):
+        if values is not None:
             routers = self.routers
             count(values.detach(), routers.slab, routers.offset + self.first, self.experts, self.chosen, routers.gate + ALWAYS)
 

@@ -32,7 +32,7 @@ class Rows:
 
     def _indices(self, rows: tuple[int, ...]) -> Tensor:
         if rows not in self._index:
-            pinned = torch.tensor(rows, pin_memory=self._view.device.type == "cuda")
+            pinned = torch.tensor(rows, device="cpu", pin_memory=self._view.device.type == "cuda")
             self._index[rows] = pinned.to(self._view.device, non_blocking=True)
         return self._index[rows]
 
@@ -41,7 +41,8 @@ PLAIN = (Tensor, Parameter)
 
 
 def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Tensor]]]:
-    """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; empty and complex ones left out."""
+    """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; left out are complex ones and
+    those without memory."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     last: tuple[torch.device, torch.dtype] | None = None
     rows: list[int] = []
@@ -49,7 +50,7 @@ def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Ten
     for row, tensor in pairs:
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             tensor = local(tensor)
-        if not tensor.numel():
+        if tensor.is_meta or not tensor.numel():
             continue
         kind = tensor.device, tensor.dtype
         if kind != last:

@@ -130,7 +130,7 @@ class Session:
         self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=of_parameters)
         self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
         self._handles: list[Any] = []
-        self._rates: dict[str, float] = {}  # that the updates of this step were made with: a scheduler may come before its close
+        self._rates: dict[str, float] = {}  # of this step's updates: a scheduler may come before its close
         self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
 
     @property

@@ -15,7 +15,7 @@ from trackbridge.probes import channels, moments
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
 from trackbridge.probes.observe import observe, observers
-from trackbridge.probes.outputs import first_tensor, is_transformed
+from trackbridge.probes.outputs import elements, first_tensor
 from trackbridge.probes.sites import choose
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
@@ -139,14 +139,19 @@ class Site:
         self.number = number
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = first_tensor(output)
-        if tensor is not None and not is_transformed(tensor):
+        tensor = _activation(output)
+        if tensor is not None:
             self.sites.add(tensor.detach(), self.number, module)
 
     def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = first_tensor(output)
+        tensor = _activation(output)
         if tensor is not None:
             self.sites.trace(tensor.detach(), self.number, module)
+
+
+def _activation(output: Any) -> Tensor | None:
+    tensor = first_tensor(output)
+    return None if tensor is None else elements(tensor)
 
 
 def odd_prime(least: int) -> int:

@@ -43,7 +43,7 @@ class Subject:
         for key, optimizer in self.optimizers.items():
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 self._add(f"{prefix(key)}unnamed.{number}", key, parameter)
-        self.device = next((p.device for p in self.parameters if p.device.type != "cpu"), torch.device("cpu"))
+        self.device = next((p.device for p in self.parameters if p.device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def is_of(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scaler: Any) -> bool:
         """True if these are the very objects this was made of."""

@@ -9,7 +9,7 @@ free by then), so that it asks the device for nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,6 @@ def _states(subject: Subject, optimizer: Any, kind: str) -> Iterator[tuple[int, 
     """(row, state tensor) of the parameters that have this kind of optimizer state."""
     for row, parameter in subject.members(optimizer):
         state = optimizer.state.get(parameter)
-        value = state.get(kind) if state else None
+        value = state.get(kind) if isinstance(state, Mapping) else None
         if isinstance(value, Tensor) and value.is_floating_point():
             yield row, value

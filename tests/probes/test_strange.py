@@ -1,0 +1,308 @@
+"""Calls that are no training, tensors that are no numbers, and what people have switched on around it: with everything that
+can be measured on, nothing of ours raises, no part is switched off, and training ends in the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import trackbridge
+from tests.probes.kit import Lab, sgd
+from trackbridge.errors import UsageError
+
+EVERYTHING: dict[str, Any] = {
+    "parameters": {"weights_every": 1, "moments_every": 1, "rows_every": 1, "checksums_every": 1, "histograms_every": 1},
+    "activations": {"sites": "leaf", "channels_every": 1, "attention_every": 1},
+    "recorder": {"snapshot_every": 2},
+}
+
+
+class Attending(nn.Module):
+    """One block; `interrupt` is raised once, in the middle of it."""
+
+    interrupt: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        if self.interrupt is not None and type(y) is Tensor:  # not where the FLOPs of a copy are counted
+            error, self.interrupt = self.interrupt, None
+            raise error
+        return x + self.out(y)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = [torch.from_numpy(np.random.default_rng(number).integers(0, 11, (2, 6))) for number in range(6)]
+
+
+def made() -> tuple[Small, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Small()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def watched(folder: Path) -> trackbridge.Run:
+    return trackbridge.init(dir=folder, strict=True, **EVERYTHING)
+
+
+def trained(train: Callable[[Any, Any, Any], None], folder: Path) -> None:
+    """`train(model, optimizer, run)` without a run and with one: the same bits, and a row of every step with activations."""
+    ends = []
+    for run in (None, watched(folder)):
+        model, optimizer = made()
+        if run is not None:
+            run.watch(model, optimizer)
+        train(model, optimizer, run)
+        ends.append([tensor.clone() for tensor in model.state_dict().values()])
+        if run is not None:
+            run.finish()
+            rows = list(trackbridge.load(run.dir).rows(0))
+            names = {name for row in rows for name in row.schema.names}
+            assert rows and {"act/blocks.1.out/rms", "layer/head.weight/grad_norm", "act/blocks.0/sampled_logit_max"} <= names
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def grads(model: nn.Module) -> None:
+    """torch.func in all its ways, around the watched model."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (tokens[None],)).square().mean()
+
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, TOKENS[0])
+    torch.func.jvp(lambda head: loss({**weights, "head.weight": head}, TOKENS[0][0]), *[(weights["head.weight"],)] * 2)
+
+
+def faked(model: nn.Module) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(TOKENS[0])
+
+
+def exported(model: nn.Module) -> None:
+    for strict in (False, True):
+        program = torch.export.export(model, (TOKENS[0],), strict=strict)
+        assert not [node for node in program.graph.nodes if "trackbridge" in str(node.target)]
+    torch._dynamo.reset()
+
+
+def jit_traced(model: nn.Module) -> None:
+    assert "trackbridge" not in str(torch.jit.trace(model, (TOKENS[0],), check_trace=False).graph)
+
+
+def copied(model: nn.Module) -> None:
+    copy.deepcopy(model)(TOKENS[0]).sum().backward()
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:There is a performance drop"
+)
+@pytest.mark.parametrize("use", [grads, faked, jit_traced, exported, copied])
+def test_other_uses_of_a_watched_model_between_steps(use: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    if use is exported and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("this torch does not tell export from compilation")
+
+    def train(model: Small, optimizer: torch.optim.Optimizer, run: Any) -> None:
+        for number, tokens in enumerate(TOKENS[:3]):
+            loss = step(model, optimizer, tokens)
+            if number < 2:
+                use(model)
+                optimizer.zero_grad()
+            if run is not None:
+                run.step(loss)
+
+    trained(train, tmp_path)
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def numpy_raises() -> Iterator[None]:
+    with np.errstate(all="raise"):
+        yield
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: default_device("meta"),  # another than the model's: stands for "cuda" on a machine without
+        numpy_raises,
+        default_dtype,
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.graph.save_on_cpu(),
+    ],
+    ids=["default device", "numpy raises", "default dtype", "anomaly mode", "saved on the CPU"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_switches_around_training(around: Callable[[], AbstractContextManager[Any]], tmp_path: Path) -> None:
+    def train(model: Small, optimizer: torch.optim.Optimizer, run: Any) -> None:
+        with around():
+            if run is not None:
+                run.watch({"again": model}, {"": optimizer})  # what is made here is made under the switch too
+                run.watch(model, optimizer)
+            for tokens in TOKENS[:3]:
+                loss = step(model, optimizer, tokens)
+                if run is not None:
+                    run.step(loss)
+
+    trained(train, tmp_path)
+
+
+def test_what_is_made_in_inference_mode_is_written_to_outside(tmp_path: Path) -> None:
+    def train(model: Small, optimizer: torch.optim.Optimizer, run: Any) -> None:
+        for number, tokens in enumerate(TOKENS):
+            with torch.inference_mode() if number == 0 else nullcontext():
+                model(tokens)
+                if run is not None:
+                    run.watch({"again": model}, {"": optimizer})
+                    run.watch(model, optimizer)
+            loss = step(model, optimizer, tokens)
+            with torch.inference_mode() if number % 2 else nullcontext():
+                if run is not None:
+                    run.step(loss)
+
+    trained(train, tmp_path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of the user's")], ids=repr)
+def test_a_forward_pass_that_ends_early_leaves_no_mode_on(error: BaseException, tmp_path: Path) -> None:
+    """A notebook's stop button, and then training goes on. `KeyboardInterrupt` calls no hook at the end of a module."""
+
+    def train(model: Small, optimizer: torch.optim.Optimizer, run: Any) -> None:
+        for number, tokens in enumerate(TOKENS):
+            if number in (1, 2, 4):
+                model.blocks[number % 2].interrupt = error
+                with pytest.raises(type(error)):
+                    step(model, optimizer, tokens)
+                assert model.blocks[number % 2].interrupt is None
+            loss = step(model, optimizer, tokens)
+            if run is not None:
+                run.step(loss)
+            assert not _get_current_function_mode_stack() and not _get_current_dispatch_mode_stack()
+
+    trained(train, tmp_path)
+
+
+class Bare(torch.optim.Optimizer):
+    """Without a rate, and with a state that is no mapping."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+                    self.state[p] = 3
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}, {"lr": "as it comes"}, {"lr": torch.tensor([0.1, 0.2])}], ids=repr)
+def test_optimizers_without_a_rate(defaults: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Bare(model.parameters(), defaults)
+    lab = Lab(model, optimizer)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    assert lab.instruments.lr() == {}
+    found = lab.close()
+    assert found["optim/applied"] == 1 and found["layer/weight/update_ratio"] > 0
+
+
+def test_groups_that_share_a_name_are_told_apart_by_their_numbers() -> None:
+    a, b, c = (nn.Linear(2, 2) for _ in range(3))
+    groups = [
+        {"params": m.parameters(), "lr": lr, "name": name} for m, lr, name in ((a, 1.0, "x"), (b, 2.0, "x"), (c, 3.0, "q k%"))
+    ]
+    lab = Lab(nn.ModuleList([a, b, c]), torch.optim.SGD(groups))
+    assert lab.instruments.lr() == {"train/lr": 1.0, "train/lr/1": 2.0, "train/lr/q_k_": 3.0}
+
+
+def test_jagged_tensors_are_their_values() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    lab = Lab(model, sgd(model), sites="leaf", embedding_rows=0)
+    parts = [torch.randn(2, 4), torch.randn(5, 4)]
+    y = model(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    y.values().sum().backward()
+    found = lab.close()
+    values = model(torch.cat(parts)).detach().double()
+    assert found["act/1/mean"] == pytest.approx(values.mean().item(), rel=1e-5)
+    assert found["act/1/std"] == pytest.approx(values.std(correction=0).item(), rel=1e-5)
+    rms = values.square().mean(0).sqrt()
+    assert found["act/1/channel_kurtosis"] == pytest.approx(((rms**4).mean() / (rms**2).mean() ** 2).item(), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_the_old_layout_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    lab = Lab(model, sgd(model), sites="leaf")
+    y = model(torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)]))
+    torch.cat([part.reshape(-1) for part in y.unbind()]).sum().backward()
+    assert not [name for name in lab.close() if name.startswith("act/")]
+
+
+def test_a_model_without_memory_is_told_so_and_a_part_without_is_left_out(tmp_path: Path) -> None:
+    with watched(tmp_path) as run:
+        with pytest.raises(UsageError, match="to_empty"):
+            run.watch(nn.Linear(2, 2, device="meta"))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+        optimizer = sgd(model)
+        run.watch(model, optimizer)
+        for _ in range(2):
+            model[0](torch.randn(3, 2)).sum().backward()
+            optimizer.step()
+            run.step(1.0)
+    rows = list(trackbridge.load(run.dir).rows(0))
+    assert len(rows) == 2 and "layer/0.weight/grad_norm" in rows[0].schema.names
+    assert "layer/1.weight/weight_norm" not in rows[0].schema.names

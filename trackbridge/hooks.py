@@ -1,0 +1,36 @@
+"""What hooks on a user's modules have in common: they are silent in copies, and in calls that are no part of training."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+in_export = getattr(torch.compiler, "is_exporting", lambda: False)
+"""True while `torch.export` traces: what it makes outlives the run. Before torch 2.7 nobody can tell."""
+
+
+class Inert:
+    """A hook that does nothing in copies: a pickle or deep copy of a watched model gets a no-op from the standard library.
+
+    So a saved model loads where trackbridge is not installed, and a copy (an EMA, say) is not measured as the original.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # accepts any three arguments and returns None
+
+
+def in_backward() -> bool:
+    """True inside a backward pass: recomputation of a checkpointed part, in both of its modes."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def in_transform() -> bool:
+    """True while a function is transformed or traced, and not run for its numbers: inside torch.func (vmap, grad), where
+    nothing outside may be written to, in `torch.jit.trace` and under a `FakeTensorMode` (export, estimates of memory)."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
