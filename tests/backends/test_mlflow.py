@@ -292,6 +292,31 @@ def test_a_deleted_run_is_not_the_records_fault(uri: str, tmp_path: Path) -> Non
         config.build().open(run)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_another_recording_of_the_same_id_has_its_own_rows(uri: str, tmp_path: Path, joined: bool) -> None:
+    """An id is used again (the run's directory was deleted, or is on another machine), or a second run joins the user's: what
+    the first one wrote must not be taken for what the second one has delivered."""
+    from mlflow.tracking import MlflowClient
+
+    config = MlflowConfig(tracking_uri=uri, experiment=str(tmp_path))
+    first = run_info(tmp_path)
+    second = replace(first, created=first.created + 3600)
+    if joined:
+        client = MlflowClient(uri)
+        theirs = client.create_run(client.create_experiment(str(tmp_path))).info.run_id
+        config = config.model_copy(update={"joined": theirs})
+    for run, points in ((first, rows(range(20))), (second, rows(range(30, 35)))):
+        backend = config.build()
+        assert backend.open(run) == -1
+        assert deliver(backend, points) == points[-1].seq
+        backend.close(None, timeout=5)
+        assert config.build().open(run) == points[-1].seq
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(str(tmp_path)).experiment_id
+    held = [client.get_metric_history(run.info.run_id, "train/loss") for run in client.search_runs([experiment])]
+    assert sorted(map(len, held)) == ([25] if joined else [5, 20])
+
+
 def test_time_runs_out_between_rows(database: str, tmp_path: Path) -> None:
     config, records = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)), rows(range(6))
     backend = config.build()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -323,3 +324,18 @@ assert not [m for m in ("torch", "tensorflow") if m in sys.modules]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert scalars(tmp_path / "tensorboard")["grad/norm"] == [(s, float(np.float32(value("grad/norm", s)))) for s in range(5)]
+
+
+def test_another_recording_of_the_same_id_is_another_run(tmp_path: Path) -> None:
+    """In a shared logdir: what an earlier one of the same id wrote must not be taken for what this one has delivered."""
+    config = TensorboardConfig(logdir=tmp_path / "tb")
+    first = run_info(tmp_path / "one")
+    second = replace(run_info(tmp_path / "two"), created=first.created + 3600)
+    for run, values in ((first, rows(range(20))), (second, rows(range(5))), (first, rows(range(20, 22), first_seq=20))):
+        backend = config.build()
+        backend.open(run)
+        assert deliver(backend, values) == values[-1].seq
+        backend.close(None, timeout=5)
+    assert {path.name for path in (tmp_path / "tb").iterdir()} == {first.run_id, f"{first.run_id}-{second.created:.0f}"}
+    for run, count in ((first, 22), (second, 5)):
+        assert len(read_back(config.root(run)).series["train/loss"]) == count

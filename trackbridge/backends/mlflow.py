@@ -25,13 +25,12 @@ from trackbridge.backends import mlflow_calls, mlflow_names
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.mlflow_calls import Refused
 from trackbridge.backends.mlflow_fetch import fetch_capsule
-from trackbridge.backends.mlflow_run import MlflowRun, Theirs, milliseconds
+from trackbridge.backends.mlflow_run import SEQ, MlflowRun, Theirs, milliseconds
 from trackbridge.errors import Rejected
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 
 __all__ = ["MlflowBackend", "MlflowConfig", "fetch_capsule"]
 
-SEQ = "trackbridge.seq"
 REQUEST_ENTITIES = 1000
 _INT64 = 2**63
 

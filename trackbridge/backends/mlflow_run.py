@@ -18,6 +18,8 @@ from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory, dumps, storable
 
 RUN_ID = "trackbridge.run_id"
+RECORDING = "trackbridge.recording"
+SEQ = "trackbridge.seq"
 ENDED = "trackbridge.ended_attempt"
 NOTE = "mlflow.note.content"
 NOTE_MARK = "<!-- trackbridge: written by the recorder from here on -->"
@@ -70,7 +72,7 @@ class MlflowRun:
         self._newest: Anomaly | None = None
         self._held: dict[int, str] = {}  # the capsule's artifact by the anomaly's step
         if self._theirs.joined is not None:
-            self.tag({RUN_ID: info.run_id})  # so that `pull` finds it by our id
+            self._enter(f"{info.run_id} {milliseconds(info.created)}")
 
     def _experiment(self, name: str, artifact_location: str | None) -> str:
         from mlflow.exceptions import MlflowException
@@ -90,7 +92,11 @@ class MlflowRun:
         return str(found.experiment_id)
 
     def _find(self) -> Any:
+        """The run that this recording began: an id may be used again, when the run's directory is gone or elsewhere."""
         condition = f"tags.`{RUN_ID}` = '{self.info.run_id}'"
+        begun = milliseconds(self.info.created)
+        if begun:
+            condition += f" and attributes.start_time = {begun}"
         found = self.client.search_runs([self.experiment], condition, order_by=["start_time ASC"])
         return found[0] if found else None
 
@@ -110,6 +116,15 @@ class MlflowRun:
         if parent:
             self.client.set_tag(parent, "trackbridge.companion", made.info.run_id)
         return made
+
+    def _enter(self, recording: str) -> None:
+        """Write into the user's run. What an earlier recording of ours left there is not taken for this one's."""
+        others = self.tags.get(RECORDING, recording) != recording
+        self.tag({
+            RUN_ID: self.info.run_id,  # so that `pull` finds it by our id
+            RECORDING: recording,
+            **({SEQ: "-1", ENDED: "-1"} if others else {}),
+        })  # fmt: skip
 
     @contextmanager
     def calling(self) -> Iterator[None]:

@@ -31,7 +31,8 @@ from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, Re
 from trackbridge.records import Anomaly, Artifact, Histograms, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory
 
-_OURS = re.compile(r"events\.out\.tfevents\.\d+\.trackbridge\.(\d{5,})\.a(\d{4,})$")
+_OURS = re.compile(r"events\.out\.tfevents\.(\d+)\.trackbridge\.(\d{5,})\.a(\d{4,})$")
+_EVENTS = "events.out.tfevents.*"
 _ARTIFACTS = "artifacts"
 _STATUS_TAG = "status"
 _DISK_TROUBLE_SECONDS = 10.0
@@ -63,8 +64,18 @@ class TensorboardConfig(BackendConfig):
         return TensorboardBackend(self)
 
     def root(self, run: RunInfo) -> Path:
-        """The folder of `run`: what holds its event files and artifacts."""
-        return Path(run.directory) / "tensorboard" if self.logdir is None else self.logdir / run.run_id
+        """The folder of `run`: what holds its event files and artifacts. Where another recording of the same id has taken it
+        (the run's directory was deleted, or is on another machine), one with the time beside it: neither may be taken for the
+        other."""
+        if self.logdir is None:
+            return Path(run.directory) / "tensorboard"
+        created = f"{int(run.created):010d}"
+        there = self.logdir / run.run_id
+        found = [
+            match for path in (*there.glob(_EVENTS), *there.glob(f"rank-*/{_EVENTS}")) if (match := _OURS.search(path.name))
+        ]
+        taken = bool(found) and all(match[1] != created for match in found)
+        return self.logdir / f"{run.run_id}-{created}" if taken else there
 
     def where(self, run: RunInfo) -> str:
         shown = self.root(run) if self.logdir is None else self.logdir
@@ -239,8 +250,8 @@ class TensorboardBackend:
 
 def _our_files(folder: Path) -> list[tuple[int, int, Path]]:
     """(number, attempt, path) of the event files of this backend in `folder`, in the order they were begun."""
-    found = [(match, path) for path in folder.glob("events.out.tfevents.*") if (match := _OURS.search(path.name))]
-    return sorted((int(match[1]), int(match[2]), path) for match, path in found)
+    found = [(match, path) for path in folder.glob(_EVENTS) if (match := _OURS.search(path.name))]
+    return sorted((int(match[2]), int(match[3]), path) for match, path in found)
 
 
 def fetch_capsule(logdir: str, step: int | None, dest: Path, *, max_bytes: int = untrusted.TOTAL_BYTES) -> Path:
