@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import trackbridge
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import Stack, acts, batch, fires, outputs
 
@@ -229,3 +232,23 @@ def test_a_second_instance_of_a_compiled_class_has_values_or_is_warned_about(cap
             run(batch(step)).sum().backward()
             found = lab.close()
     assert acts(found, "mean") or any("compiled" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_every_watched_model_of_a_process_makes_one_graph(inside: bool, tmp_path: Path) -> None:
+    """A hook that torch calls whatever happens is compiled for itself, and guarded on what it reads of itself: the address of
+    its model, say, would be a recompilation for every further model."""
+    for _ in range(3):
+        forward = FunctionType(Stack.forward.__code__.replace(), Stack.forward.__globals__)  # compiled for itself
+        model = type("Own", (Stack,), {"forward": forward})()
+        before = counters["stats"]["unique_graphs"]
+        with trackbridge.init(dir=tmp_path, strict=True, activations={"inside_compiled": inside}) as run:
+            run.watch(model, optimizer := sgd(model))
+            compiled = whole_module(model)
+            for step in range(3):
+                loss = compiled(batch(step)).sum()
+                loss.backward()
+                optimizer.step()
+                run.step(loss.detach())
+        assert counters["stats"]["unique_graphs"] == before + 1
+    assert not counters["graph_break"]
