@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from trackbridge import attempts, hostcopy, names, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
-from trackbridge.batches import Feed, Fetch, LoaderBook
+from trackbridge.batches import Feed
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
 from trackbridge.detectors.prime import primed
 from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
 from trackbridge.flops.meter import Meter
 from trackbridge.guard import HELD, Guard
-from trackbridge.intake import Intake, Later
+from trackbridge.intake import Intake
 from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
 from trackbridge.memory import MemorySnapshots
@@ -47,7 +47,7 @@ from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
 from trackbridge.retention import Retainer
 from trackbridge.rowmaker import RowMaker
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
-from trackbridge.scalars import count, losses, scalar, whole
+from trackbridge.scalars import count, losses, of_samples, scalar, whole
 from trackbridge.scribe import Logged, Scribe
 from trackbridge.sealer import sealing
 from trackbridge.shipping.cursor import first_free_seq
@@ -151,6 +151,7 @@ class Run:
     Attributes:
         id: the run's id. dir: its directory. urls: how to look at it, by backend kind.
         guard: acts on the step under way where you ask it to (`trackbridge.guard.Guard`).
+        intake: where an integration feeds batches (`trackbridge.intake.Intake`).
     """
 
     def __init__(
@@ -172,10 +173,7 @@ class Run:
         strict, timer = settings.strict, self._expense
         self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
         self._part = Part("the run", strict=strict, timer=timer)
-        self._feeding = Part("batch recording", strict=strict, timer=timer)
-        self._book = LoaderBook()
         self._watching = False
-        self._plans: list[SkipPlan] = []
         self._accepted: set[str] = set()  # public methods that were called as they should be
         self._complained = False
         self._went_back = False
@@ -216,7 +214,8 @@ class Run:
             if settings.recorder.enabled
             else None
         )
-        self._intake = Intake(self._recorder, self._pace, self._inert)
+        feeding = Part("batch recording", strict=strict, timer=timer)
+        self.intake = Intake(self._recorder, self._pace, feeding, info.rank, self._inert)
         self._guarded: dict[str, float] = {}  # what the guard says of the step under way
         self.guard = Guard(settings.guard, settings.detection, self._note_guard)
         self._host = HostSampler()
@@ -342,52 +341,14 @@ class Run:
         with Part("describing what is watched", strict=self._settings.strict):
             self._scribe.submit(Params(-1, time.time(), {"training": hyperparameters(models, optimizers)}))
 
-    def batches(
-        self, loader: Iterable[T], *, skip: SkipPlan | str | Path | None = None, epoch: int | None = None
-    ) -> Feed[T]:
+    def batches(self, loader: Iterable[T], *, skip: SkipPlan | str | Path | None = None, epoch: int | None = None) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
 
         The order of the batches, their content and every RNG state are those of the bare loop. `skip`, a plan or its file,
         names batches that are fetched but not handed out, each once; `epoch` numbers the next pass where the loop knows better
         than the state of `load_state_dict`.
         """
-        return self.feed(loader, skip=skip, epoch=epoch)
-
-    def feed(
-        self,
-        loader: Iterable[T],
-        *,
-        skip: SkipPlan | str | Path | None = None,
-        epoch: int | None = None,
-        known_as: Any = None,
-        later: Later | None = None,
-    ) -> Feed[T]:
-        """`batches` for an integration, whose loop is somebody else's.
-
-        `known_as` is the loader that the epochs are counted of, where `loader` is only one pass of it; `later` (from
-        `later()`) keeps what the feed tells until its `tell`, for a loop that does more between fetching and using a batch.
-        """
-        plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
-        if not isinstance(plan, (SkipPlan, type(None))):
-            raise UsageError(f"run.batches(skip=...) takes a SkipPlan or the path of one, not a {type(plan).__name__}")
-        if plan is not None and not any(known is plan for known in self._plans):
-            self._plans.append(plan)
-        rank = self._info.rank
-        observer = self._intake if later is None else later
-        return Feed(
-            loader, observer, book=self._book, skip=plan, epoch=epoch, known_as=known_as, part=self._feeding, rank=rank
-        )
-
-    def later(self) -> Later:
-        """For `feed`: what is fetched is recorded when `tell` is called, with the random state of that moment."""
-        return Later(self._intake)
-
-    def fetching(self) -> None:
-        """For an integration: a batch is about to be fetched that `fetched` will tell of. What the fetch draws in the middle of
-        a step, a replay, which has the batch, does not draw: so the random state after it is kept where it has moved."""
-        if not self._inert():
-            with self._feeding:
-                self._intake.before_fetch()
+        return self.intake.feed(loader, skip=skip, epoch=epoch)
 
     def fetched(
         self,
@@ -406,11 +367,7 @@ class Run:
             epoch, index: its place in the data; sample_ids: which samples are in it, where these are known.
             seconds: how long the loop waited for it.
         """
-        if self._inert():
-            return
-        with self._feeding:
-            self._intake.before_fetch()
-            self._intake.fetched(batch, Fetch(None, epoch, index, sample_ids, seconds))
+        self.intake.told(batch, epoch=epoch, index=index, sample_ids=sample_ids, seconds=seconds)
 
     def micro(
         self,
@@ -429,12 +386,10 @@ class Run:
             return
         with self._used("micro"):
             value, tokens_read, samples_read = scalar("loss", loss), count("tokens", tokens), count("samples", samples)
-            padded_read = count("padded", padded)
-            if sample_loss is not None and not (isinstance(sample_loss, Tensor) and sample_loss.is_floating_point()):
-                raise UsageError("sample_loss must be a floating-point tensor with one loss per sample")
+            padded_read, sample_losses = count("padded", padded), of_samples("sample_loss", sample_loss)
             with self._part:
                 self._pace.consumed(tokens_read or 0.0, samples_read or 0.0, padded_read or 0.0)
-                self._instruments.micro(value, tokens_read, sample_loss)
+                self._instruments.micro(value, tokens_read, sample_losses)
             self._accepted.add("micro")
 
     def step(
@@ -638,7 +593,8 @@ class Run:
         return not self._inert() and self._memory.ask(max(self._step - 1, 0), why, again=True)
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
-        """Tell the record that a checkpoint of the state after `step` steps is at `path`.
+        """Tell the record that a checkpoint of the state after `step` steps is at `path`: a place on disk, or an address with
+        ``://`` in it.
 
         Raises `UsageError` on the first call only, for what is no path or no number of steps.
         """
@@ -646,7 +602,8 @@ class Run:
             return
         with self._used("checkpoint_saved"):
             try:
-                place, steps = str(Path(path).absolute()), int(step)
+                remote = isinstance(path, str) and "://" in path
+                place, steps = path if remote else str(Path(path).absolute()), int(step)
             except (TypeError, ValueError, OverflowError) as error:
                 raise UsageError(f"run.checkpoint_saved takes a path and a number of steps: {error}") from None
             if steps < 0:
@@ -663,7 +620,7 @@ class Run:
             "attempt": self._info.attempt,
             "step": self._step,
             "tokens": self._pace.tokens,
-            "epochs": self._book.state(),
+            "epochs": self.intake.book.state(),
             "guard": self.guard.state_dict(),
             "watch": self._scribe.ask(self._scribe.watch_state),
         }
@@ -674,7 +631,7 @@ class Run:
             raise UsageError("this is not a state that run.state_dict() made: it has no 'step'")
         self._step = whole("step", state["step"])
         self._pace.tokens = float(state.get("tokens", 0.0))
-        self._book.resume(state.get("epochs", ()))
+        self.intake.book.resume(state.get("epochs", ()))
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
         watch, step = state.get("watch"), self._step
@@ -692,7 +649,7 @@ class Run:
         deadline = time.monotonic() + (60.0 if timeout is None else float(timeout))
         end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(str(error)) if error else None)
         self._ended = True
-        for skip in never_came(self._plans, rank=self._info.rank):
+        for skip in never_came(self.intake.plans, rank=self._info.rank):
             logger.warning("trackbridge: a batch to skip never came: %s", skip)
         atexit.unregister(self._at_exit)
         closed, unshipped, refused = False, {}, {}

@@ -41,6 +41,15 @@ def _here(what: str, value: Tensor) -> Tensor:
     return value._local_tensor  # type: ignore[attr-defined,no-any-return]
 
 
+def of_samples(what: str, value: Any) -> Tensor | None:
+    """A detached tensor with a number for each sample, None if not given. Raises `UsageError` for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or value.layout is not torch.strided:
+        raise UsageError(f"{what} must be an ordinary floating-point tensor with one loss per sample")
+    return _here(what, value).detach()
+
+
 def count(what: str, value: Any) -> float | None:
     """A host number of tokens or samples, None if not given. Raises `UsageError`; a device is not waited for."""
     if value is None:

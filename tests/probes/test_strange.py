@@ -306,3 +306,20 @@ def test_a_model_without_memory_is_told_so_and_a_part_without_is_left_out(tmp_pa
     rows = list(trackbridge.load(run.dir).rows(0))
     assert len(rows) == 2 and "layer/0.weight/grad_norm" in rows[0].schema.names
     assert "layer/1.weight/weight_norm" not in rows[0].schema.names
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[1.0, 2.0], torch.zeros(2, dtype=torch.long), torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()],
+    ids=["list", "integers", "meta", "sparse"],
+)
+def test_losses_of_samples_that_are_none_are_refused_once_and_left_out_later(bad: Any, tmp_path: Path) -> None:
+    with watched(tmp_path) as run:
+        with pytest.raises(UsageError, match="sample_loss must be an ordinary floating-point tensor"):
+            run.micro(1.0, sample_loss=bad)
+        run.micro(2.0, sample_loss=torch.tensor([1.0, 3.0]))
+        run.micro(9.0, sample_loss=bad)
+        run.step()
+    (row,) = trackbridge.load(run.dir).rows(0)
+    found = dict(zip(row.schema.names, row.values.tolist(), strict=True))
+    assert (found["train/loss"], found["train/sample_loss_max"]) == (2.0, 3.0)

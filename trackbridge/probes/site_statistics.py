@@ -126,7 +126,7 @@ class Sites:
         if self._steps == SILENT_STEPS and not self._fired.all():
             silent = [name for name, heard in zip(self._names, self._fired, strict=True) if not heard]
             logger.warning(
-                "trackbridge: no activation statistics from %d of %d modules (%s%s): they did not run, or %s.",
+                "trackbridge: no activation statistics from %d of %d modules (%s%s): they did not run in training mode, or %s.",
                 len(silent), len(self._names), ", ".join(silent[:5]), ", ..." if len(silent) > 5 else "",
                 "the model was compiled and run before run.watch; call run.watch first" if self._inside
                 else "they are compiled, and activations.inside_compiled is off",
