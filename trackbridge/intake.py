@@ -1,22 +1,74 @@
-"""What a feed tells about each batch, on to the recorder and the pace of one run."""
+"""The way in for batches: feeds, and loops that fetch by themselves, on to the recorder and the pace of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from trackbridge.batches import Fetch
+from trackbridge.batches import Feed, Fetch, LoaderBook, Observer
+from trackbridge.errors import Part, UsageError
 from trackbridge.pace import Pace
 from trackbridge.recorder import Recorder
+from trackbridge.skip import SkipPlan
+
+T = TypeVar("T")
 
 
 class Intake:
-    """The `trackbridge.batches.Observer` of a run. Silent when `inert()` says so: after `finish`, in a forked worker."""
+    """The `trackbridge.batches.Observer` of a run, and what an integration feeds: `Run.intake`. Silent when `inert()` says so:
+    after `finish`, in a forked worker.
 
-    def __init__(self, recorder: Recorder | None, pace: Pace, inert: Callable[[], bool]) -> None:
+    `book` numbers the loaders and their epochs, `plans` are the skip plans that were given.
+    """
+
+    def __init__(self, recorder: Recorder | None, pace: Pace, part: Part, rank: int, inert: Callable[[], bool]) -> None:
+        self.book = LoaderBook()
+        self.plans: list[SkipPlan] = []
         self._recorder = recorder
         self._pace = pace
+        self._part = part
+        self._rank = rank
         self._inert = inert
+
+    def feed(
+        self,
+        loader: Iterable[T],
+        *,
+        skip: SkipPlan | str | Path | None = None,
+        epoch: int | None = None,
+        known_as: Any = None,
+        observer: Observer | None = None,
+    ) -> Feed[T]:
+        """What `Run.batches` returns. `known_as` is the loader whose epochs are counted, where `loader` is only one pass of it;
+        `observer` is told instead of this intake, and tells it."""
+        plan = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
+        if not isinstance(plan, (SkipPlan, type(None))):
+            raise UsageError(f"run.batches(skip=...) takes a SkipPlan or the path of one, not a {type(plan).__name__}")
+        if plan is not None and not any(known is plan for known in self.plans):
+            self.plans.append(plan)
+        observer = self if observer is None else observer
+        return Feed(
+            loader, observer, book=self.book, skip=plan, epoch=epoch, known_as=known_as, part=self._part, rank=self._rank
+        )
+
+    def told(
+        self, batch: Any, *, epoch: int | None, index: int | None, sample_ids: Sequence[Any] | None, seconds: float
+    ) -> None:
+        """`Run.fetched`."""
+        if not self._inert():
+            with self._part:
+                self.before_fetch()
+                self.fetched(batch, Fetch(None, epoch, index, sample_ids, seconds))
+
+    def fetching(self) -> None:
+        """A batch is about to be fetched that `told` will tell of. What the fetch draws in the middle of a step, a replay,
+        which has the batch, does not draw: so the random state after it is kept where it has moved."""
+        if not self._inert():
+            with self._part:
+                self.before_fetch()
+
+    # the observer
 
     def before_fetch(self, *, opening: bool = False) -> None:
         if self._recorder is not None and not self._inert():
@@ -34,8 +86,8 @@ class Intake:
 
 
 class Later:
-    """Keeps what a feed tells until `tell`. For a loop that fetches, then puts its random state back, and only then uses the
-    batch: the state of a step is what it has when it begins."""
+    """The observer of a feed that keeps what it is told until `tell`. For a loop that fetches, then puts its random state back,
+    and only then uses the batch: the state of a step is what it has when it begins."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake

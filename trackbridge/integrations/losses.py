@@ -41,6 +41,17 @@ class Losses:
         return found or None
 
 
+def covers(clipped: Sequence[Tensor], watched: Sequence[Tensor]) -> bool:
+    """Whether `clipped` are the watched parameters, all of them in their order, and none of them a shard. Then
+    `Run.clip_grad_norm_` may clip in torch's place: the same to the bit, and non-finite elements are counted before they spread
+    over every gradient."""
+    return (
+        len(clipped) == len(watched)
+        and all(one is other for one, other in zip(clipped, watched, strict=True))
+        and not any(hasattr(parameter, "to_local") for parameter in clipped)
+    )
+
+
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor]) -> Tensor | None:
     """The L2 norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` has it; 0-d, on their device. None where it

@@ -74,13 +74,6 @@ def prepared(accelerator: Any, optimizer: Optimizer | Sequence[Optimizer] | Mapp
     return found
 
 
-def torch_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, in accelerate's wrapper."""
-    while hasattr(optimizer, "gradient_state"):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
-
-
 def schedules(accelerator: Any) -> dict[str, Any]:
     """The prepared schedules of the learning rate, which a replay must restore."""
     found = accelerator._schedulers

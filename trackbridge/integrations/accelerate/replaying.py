@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trackbridge.errors import UsageError
-from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules, torch_optimizer
+from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules
+from trackbridge.integrations.accelerators import torch_optimizer
 from trackbridge.integrations.wires import Wires
 from trackbridge.replay import Rebuilt
 

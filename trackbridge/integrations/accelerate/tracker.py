@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
-from torch import Tensor
 
 from trackbridge import names, redact
-from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import UsageError
+from trackbridge.integrations.given import Given, log
 from trackbridge.ranks import Ranks
 from trackbridge.records import Params
-from trackbridge.run import Run, init
-
-logger = logging.getLogger("trackbridge")
+from trackbridge.run import Run
 
 
 class Tracker(GeneralTracker):  # type: ignore[misc]
@@ -36,17 +32,10 @@ class Tracker(GeneralTracker):  # type: ignore[misc]
 
     def __init__(self, run: Run | str, **settings: Any) -> None:
         super().__init__()
-        if isinstance(run, Run) and settings:
-            raise UsageError(f"{', '.join(settings)} cannot be set for a run that is there: give them to trackbridge.init")
-        if not isinstance(run, Run):
-            settings = {"project": run, **settings}
-            TrackbridgeConfig.load(
-                settings.get("settings"), **{key: value for key, value in settings.items() if key not in ("settings", "config")}
-            )
-        self._run = run if isinstance(run, Run) else None
-        self._ours = not isinstance(run, Run)
-        self._settings = settings
-        self._complained = False
+        own = isinstance(run, Run)
+        self._given = Given(run if own else None, settings if own else {"project": run, **settings})
+        self._config: dict[str, Any] = {}
+        self._run = self._given.run
 
     @property
     def tracker(self) -> Run:
@@ -55,29 +44,23 @@ class Tracker(GeneralTracker):  # type: ignore[misc]
         if self._run is None:
             if Ranks.current().world_size > 1:
                 raise UsageError("with several processes make the run on all of them: log_with=Tracker(trackbridge.init(...))")
-            self._run = init(**self._settings)
+            self._run = self._given.begin(self._config)
         return self._run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The run's config; of a run of yours, which has one, a section of its own."""
+        """The run's config; of a run that is there, which has one, a section of its own."""
         if self._run is None:
-            self._settings["config"] = {**values, **(self._settings.get("config") or {})}
+            self._config = dict(values)
             _ = self.tracker
         else:
             self._run._scribe.submit(Params(-1, time.time(), {"accelerate": redact.tree(dict(values))}))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """`run.log` of the numbers in `values`; text is left out, which is said once."""
-        numbers = {_free(str(name)): value for name, value in values.items() if isinstance(value, (int, float, Tensor))}
-        if len(numbers) < len(values) and not self._complained:
-            self._complained = True
-            others = [str(name) for name in values if _free(str(name)) not in numbers]
-            logger.warning("trackbridge: %s is no number and is left out of the log", ", ".join(others))
-        self.tracker.log(numbers, step=step)
+        """`run.log` of the numbers in `values`; what is none is said and left out."""
+        log(self.tracker, {_free(str(name)): value for name, value in values.items()}, step=step)
 
     def finish(self) -> None:
-        if self._ours and self._run is not None:
-            self._run.finish()
+        self._given.end(self._run)
 
 
 def _free(name: str) -> str:

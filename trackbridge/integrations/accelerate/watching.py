@@ -21,15 +21,16 @@ from typing import Any, TypeVar, overload
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge.batches import Feed, Fetch, Observer
+from trackbridge.batches import Feed, Fetch
 from trackbridge.errors import Part
 from trackbridge.integrations import saved
-from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules, torch_optimizer
-from trackbridge.integrations.losses import total_norm
+from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules
+from trackbridge.integrations.accelerators import clips_by_torch, torch_optimizer
+from trackbridge.integrations.given import warn
+from trackbridge.integrations.losses import covers, total_norm
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.skip import SkipPlan
@@ -39,8 +40,6 @@ T = TypeVar("T")
 Count = Callable[[Any], int]
 
 logger = logging.getLogger("trackbridge")
-
-_PLAIN = {DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU}
 
 
 @overload
@@ -131,6 +130,7 @@ class Watching:
         self._accelerator = accelerator
         self._count = (tokens, samples)
         self._part = Part("the Accelerate integration")
+        self._saves = Part("the run's state beside accelerate's checkpoints")
         self._skip: SkipPlan | str | Path | None = None
         self._norm: Tensor | float | None = None
         self._counts: tuple[int | None, ...] = (None, None)  # tokens and samples of the batch under way
@@ -163,16 +163,14 @@ class Watching:
     def feed(self, loader: Any, skip: SkipPlan | str | Path | None, known_as: Any = None) -> Feed[Any]:
         """`loader`, each batch noted. `known_as` is the loader of whole epochs, where this is the rest of one."""
         self._skip = skip
-        made = self.run.feed(loader, skip=skip, known_as=known_as)
-        made._observer = _Noting(self, made._observer)
-        return made
+        return self.run.intake.feed(loader, skip=skip, known_as=known_as, observer=_Noting(self))
 
     def note_inputs(self) -> None:
         """A micro-batch is what the first model is called with. Before the recorder's own hook, which begins the step."""
         root = next(iter(self._models.values()))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training and torch.is_grad_enabled() and self._part.alive and not self.run._book.state():
+            if module.training and torch.is_grad_enabled() and self._part.alive and not self.run.intake.book.state():
                 with self._part:
                     self.told({"args": args, "kwargs": kwargs})
                     self.run.fetched(self.batch)
@@ -194,7 +192,7 @@ class Watching:
                 tokens, samples = self._counts
                 self.run.micro(loss, tokens=tokens, samples=samples)
                 if self._handles:  # no feed marks the fetch that comes next
-                    self.run.fetching()
+                    self.run.intake.fetching()
 
     def _closed(self, losses: dict[str, Tensor] | None) -> None:
         if not self._part.alive:
@@ -204,15 +202,15 @@ class Watching:
             if any(one.step_was_skipped for one in self._optimizers.values()):
                 norm = None  # a scale that was tried
             (tokens, samples), self._consumed = self._consumed, [0, 0]
-            for anomaly in self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm):
-                logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
+            warn(self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm))
 
     # what is replaced
 
     def _clipping_norm(self, original: Method) -> Method:
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if norm_type == 2 and not kwargs and self._part.alive and self._ours(parameters):
+            plain = norm_type == 2 and not kwargs and clips_by_torch(self._accelerator)
+            if plain and self._part.alive and covers(parameters, self._parameters):
                 self._accelerator.unscale_gradients()
                 return self.run.clip_grad_norm_(max_norm)
             norm = original(parameters, max_norm, norm_type, **kwargs)
@@ -232,22 +230,12 @@ class Watching:
 
         return clip_grad_value_
 
-    def _ours(self, parameters: list[Tensor]) -> bool:
-        """Whether accelerate would call torch's function for all that is watched: then ours, which is torch's to the bit,
-        counts non-finite elements before they spread over every gradient."""
-        return (
-            self._accelerator.distributed_type in _PLAIN
-            and len(parameters) == len(self._parameters)
-            and all(given is watched for given, watched in zip(parameters, self._parameters, strict=True))
-            and not any(hasattr(parameter, "to_local") for parameter in parameters)
-        )
-
     def _saving(self, original: Method) -> Method:
         def save_state(*args: Any, **kwargs: Any) -> Any:
             with self.run.pause("save"):
                 place = original(*args, **kwargs)
-                if self._part.alive and isinstance(place, (str, Path)):
-                    with self._part:
+                if isinstance(place, (str, Path)):
+                    with self._saves:
                         now = self.run.state_dict()
                         saved.write(Path(place), self._accelerator.process_index, now)
                         self.run.checkpoint_saved(place, now["step"])
@@ -256,11 +244,16 @@ class Watching:
         return save_state
 
     def _loading(self, original: Method) -> Method:
-        def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            found = original(input_dir, *args, **kwargs)
-            if input_dir is not None and self._part.alive:
-                with self._part:
-                    self._go_on(saved.read(Path(input_dir), self._accelerator.process_index))
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            place: list[Any] = []  # accelerate may choose it itself
+            handle = self._accelerator.register_load_state_pre_hook(lambda models, input_dir: place.append(input_dir))
+            try:
+                found = original(*args, **kwargs)
+            finally:
+                handle.remove()
+            with self._saves:
+                for folder in place:
+                    self._go_on(saved.read(Path(folder), self._accelerator.process_index))
             return found
 
         return load_state
@@ -289,20 +282,17 @@ class Watching:
 class _Noting:
     """A feed's observer that also keeps the newest batch."""
 
-    def __init__(self, watching: Watching, observer: Observer | None) -> None:
+    def __init__(self, watching: Watching) -> None:
         self._watching = watching
-        self._observer = observer
+        self._intake = watching.run.intake
 
     def before_fetch(self, *, opening: bool = False) -> None:
         self._watching.batch = None
-        if self._observer is not None:
-            self._observer.before_fetch(opening=opening)
+        self._intake.before_fetch(opening=opening)
 
     def fetched(self, batch: Any, fetch: Fetch, /) -> None:
         self._watching.told(batch)
-        if self._observer is not None:
-            self._observer.fetched(batch, fetch)
+        self._intake.fetched(batch, fetch)
 
     def exhausted(self) -> None:
-        if self._observer is not None:
-            self._observer.exhausted()
+        self._intake.exhausted()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from trackbridge.config import TrackbridgeConfig
-from trackbridge.errors import UsageError
+from trackbridge.errors import Part, UsageError
 from trackbridge.integrations import saved
-from trackbridge.integrations.hf.finding import Caller, caller
+from trackbridge.integrations.given import Given, log
+from trackbridge.integrations.hf.finding import caller
 from trackbridge.integrations.hf.training import Training
-from trackbridge.run import Run, init
+from trackbridge.run import Run
 from trackbridge.skip import SkipPlan
-
-logger = logging.getLogger("trackbridge")
 
 
 class Callback(TrainerCallback):  # type: ignore[misc]
@@ -37,17 +34,12 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, run: Run | None = None, *, skip: SkipPlan | str | Path | None = None, **settings: Any) -> None:
-        if run is not None and not isinstance(run, Run):
-            raise UsageError(f"run must be a run of trackbridge.init, not a {type(run).__name__}; settings go by name")
-        if run is not None and settings:
-            raise UsageError(f"{', '.join(settings)} cannot be set for a run that is there: give them to trackbridge.init")
-        TrackbridgeConfig.load(settings.get("settings"), **_without(settings, "settings", "config"))
-        self._given = run
-        self._settings = settings
+        self._given = Given(run, settings)
         if not isinstance(skip, (SkipPlan, str, Path, type(None))):
             raise UsageError(f"skip takes a SkipPlan or the path of one, not a {type(skip).__name__}")
         self._skip = SkipPlan.load(skip) if isinstance(skip, (str, Path)) else skip
         self._training: Training | None = None
+        self._part = Part("the Hugging Face callback")
         self.run = run
 
     # events
@@ -57,7 +49,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         if self._training is not None:
             self._end(UsageError("the training ended without a word, and another one began"))
         before = saved.read(Path(found.checkpoint), args.process_index) if found.checkpoint else None
-        self.run = run = self._given or init(**self._asked(found, args, before))
+        self.run = run = self._given.begin(_config(found.trainer, args), **_asked(args, before))
         try:
             if before is not None:
                 run.load_state_dict(before)
@@ -65,7 +57,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
                 run.load_state_dict({"step": state.global_step})
             self._training = Training(found, run, self._skip, self._failed)
         except BaseException as error:
-            self._finish(error)
+            self._given.end(run, error)
             raise
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -84,15 +76,15 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._training is None or args.report_to:  # the Trainer's own loggers have them
             return
-        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
-        self._training.run.log({name.replace("eval_", "eval/", 1): value for name, value in numbers.items()})
+        with self._part:
+            numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+            log(self._training.run, {name.replace("eval_", "eval/", 1): value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training is None:
             return
-        run = self._training.run
-        checkpoint = Path(self._training.trainer._get_output_dir(None)) / f"checkpoint-{state.global_step}"
-        with run.pause("save"):
+        run, checkpoint = self._training.run, Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        with self._part, run.pause("save"):
             if checkpoint.exists():  # a search over hyperparameters saves elsewhere
                 now = run.state_dict()
                 saved.write(checkpoint, args.process_index, now)
@@ -112,26 +104,20 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     def _end(self, error: BaseException | None) -> None:
         training, self._training = self._training, None
         if training is not None:
-            training.close()
-            self._finish(error)
+            with self._part:
+                training.close()
+            self._given.end(training.run, error)
 
-    def _finish(self, error: BaseException | None) -> None:
-        """End the run if it is ours; a run of the user's is the user's to end."""
-        if self._given is None and self.run is not None:
-            self.run.__exit__(type(error) if error is not None else None, error, None)
 
-    # the run
-
-    def _asked(self, found: Caller, args: Any, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What `init` is asked for. The user's word goes first."""
-        asked: dict[str, Any] = {"config": _config(found.trainer, args)}
-        name = getattr(args, "run_name", None)
-        if name and name != args.output_dir:  # which is its default in transformers 4
-            asked["name"] = name
-        if before is not None:
-            asked |= {"id": before["run_id"], "resume": "auto"}
-        config = {**asked["config"], **(self._settings.get("config") or {})}
-        return {**asked, **self._settings, "config": config}
+def _asked(args: Any, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `init` is asked for: the Trainer's name for the run, and the run that it resumes."""
+    asked: dict[str, Any] = {}
+    name = getattr(args, "run_name", None)
+    if name and name != args.output_dir:  # which is its default in transformers 4
+        asked["name"] = name
+    if before is not None:
+        asked |= {"id": before["run_id"], "resume": "auto"}
+    return asked
 
 
 def _config(trainer: Any, args: Any) -> dict[str, Any]:
@@ -142,7 +128,3 @@ def _config(trainer: Any, args: Any) -> dict[str, Any]:
         found["model"] = model.to_dict()
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str, skipkeys=True))
     return plain
-
-
-def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in names}

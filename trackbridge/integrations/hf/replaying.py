@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from trackbridge.errors import UsageError
-from trackbridge.integrations.hf.training import torch_optimizer
+from trackbridge.integrations.accelerators import torch_optimizer
 from trackbridge.records import MicroBatch
 from trackbridge.replay import Rebuilt
 

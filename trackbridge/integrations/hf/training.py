@@ -19,12 +19,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 
 from trackbridge.errors import Part
+from trackbridge.intake import Later
+from trackbridge.integrations.accelerators import clips_by_torch, torch_optimizer
+from trackbridge.integrations.given import warn
 from trackbridge.integrations.hf.finding import Caller
+from trackbridge.integrations.losses import covers
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.skip import SkipPlan
@@ -35,7 +37,6 @@ PAUSES = {"evaluate": "eval", "predict": "predict", "_save_checkpoint": "save"}
 # What an exception that ends the training comes through: one of these, or a method that is replaced anyway. The first two are
 # all of the loop in transformers 5; before, the loop is one function, which is running already.
 INSIDE = ("_run_epoch", "_finalize_training", "_maybe_log_save_evaluate")
-_PLAIN = {DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU}
 
 
 class Training:
@@ -50,7 +51,7 @@ class Training:
         self._skip = skip
         self._failed = failed
         self._part = Part("the Hugging Face callback")
-        self._later = run.later()
+        self._later = Later(run.intake)
         self._epoch = caller.epoch - 1  # of the pass under way; one more at each `epoch_begins`
         self._iterator: Iterator[Any] | None = None  # the Trainer's own, by which we know its pass
         self._pass: Any = None
@@ -102,8 +103,7 @@ class Training:
             loss, norm, (tokens, samples) = self._loss, self._norm, self._consumed
             self._loss = self._norm = None
             self._consumed = (None, None)
-            for anomaly in self.run.step(loss, tokens=tokens, samples=samples, grad_norm=norm):
-                logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
+            warn(self.run.step(loss, tokens=tokens, samples=samples, grad_norm=norm))
 
     # what is replaced
 
@@ -148,12 +148,12 @@ class Training:
             with self._part:
                 loader = _not_begun(iterator)
                 known = self.trainer.callback_handler.train_dataloader
-                self._feed = self.run.feed(
+                self._feed = self.run.intake.feed(
                     iterator if loader is None else loader,
                     skip=self._skip,
                     epoch=self._epoch,
                     known_as=known,
-                    later=self._later,
+                    observer=self._later,
                 )
                 self._pass = iter(self._feed)
         return self._pass if iterator is self._iterator else iterator
@@ -168,9 +168,10 @@ class Training:
 
     def _using(self, original: Method) -> Method:
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = samples = None
             with self._part:
                 self._later.tell()
-            tokens, samples = self._count(inputs)
+                tokens, samples = self._count(inputs)
             loss = original(model, inputs, *args, **kwargs)
             with self._part:
                 if self._group == 1:
@@ -194,7 +195,8 @@ class Training:
     def _clipping(self, original: Method) -> Method:
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if norm_type == 2 and not kwargs and self._ours(parameters):
+            plain = norm_type == 2 and not kwargs and clips_by_torch(self.trainer.accelerator)
+            if plain and covers(parameters, self._parameters):
                 self.trainer.accelerator.unscale_gradients()
                 return self.run.clip_grad_norm_(max_norm)
             norm = original(parameters, max_norm, norm_type, **kwargs)
@@ -202,23 +204,6 @@ class Training:
             return norm
 
         return self._inside(clip_grad_norm_)
-
-    def _ours(self, parameters: list[Tensor]) -> bool:
-        """Whether accelerate would call torch's function for all that is watched: then ours, which is torch's to the bit,
-        counts non-finite elements before they spread over every gradient."""
-        return (
-            self.trainer.accelerator.distributed_type in _PLAIN
-            and len(parameters) == len(self._parameters)
-            and all(given is watched for given, watched in zip(parameters, self._parameters, strict=True))
-            and not any(hasattr(parameter, "to_local") for parameter in parameters)
-        )
-
-
-def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that steps, in accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
 
 
 def _not_begun(iterator: Any) -> Any:

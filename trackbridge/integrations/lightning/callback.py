@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback as LightningCallback
 
-from trackbridge.config import TrackbridgeConfig
-from trackbridge.errors import UsageError
+from trackbridge.errors import Part
+from trackbridge.integrations.given import Given
 from trackbridge.integrations.ids import SampleIds
 from trackbridge.integrations.lightning.training import Count, Training
 from trackbridge.integrations.wires import Method, Wires
-from trackbridge.run import Run, init
+from trackbridge.run import Run
 
 
 class Callback(LightningCallback):
@@ -39,18 +40,12 @@ class Callback(LightningCallback):
     def __init__(
         self, run: Run | None = None, *, tokens: Count | None = None, samples: Count | None = None, **settings: Any
     ) -> None:
-        if run is not None and not isinstance(run, Run):
-            raise UsageError(f"run must be a run of trackbridge.init, not a {type(run).__name__}; settings go by name")
-        if run is not None and settings:
-            raise UsageError(f"{', '.join(settings)} cannot be set for a run that is there: give them to trackbridge.init")
-        TrackbridgeConfig.load(
-            settings.get("settings"), **{name: value for name, value in settings.items() if name not in ("settings", "config")}
-        )
         self.run = run
-        self._given = run
-        self._settings = settings
+        self._given = Given(run, settings)
         self._count = (tokens, samples)
         self._training: Training | None = None
+        self._part = Part("the Lightning callback")
+        self._fitted: weakref.ref[Any] | None = None  # the Trainer of the last fit
         self._before: dict[str, Any] | None = None  # the state in the checkpoint that this fit resumes from
         self._state: dict[str, Any] = {}  # of the run, as the newest checkpoint has it
         self._ids: SampleIds | None = None
@@ -63,6 +58,9 @@ class Callback(LightningCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
+        if self._fitted is None or self._fitted() is not trainer:
+            self._before = None  # where another Trainer's fit ended
+        self._fitted = weakref.ref(trainer)
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         loop = trainer.fit_loop
         replace = self._wires.replace
@@ -72,24 +70,18 @@ class Callback(LightningCallback):
         replace(trainer, "save_checkpoint", self._saving)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.run = run = self._given or init(**self._asked(pl_module))
+        asked = {} if self._before is None else {"id": self._before["run_id"], "resume": "auto"}
+        trial = bool(trainer.fast_dev_run)  # for which Lightning has no loggers either
+        self.run = run = self._given.begin(_plain(getattr(pl_module, "hparams", {})), trial=trial, **asked)
         try:
             if self._before is not None:
                 run.load_state_dict(self._before)
-            elif trainer.global_step and self._given is None:  # a checkpoint that was made without trackbridge
+            elif trainer.global_step and self._given.run is None:  # a checkpoint that was made without trackbridge
                 run.load_state_dict({"step": trainer.global_step})
             self._training = Training(trainer, pl_module, run, *self._count)
         except BaseException as error:
-            self._finish(error)
+            self._given.end(run, error)
             raise
-
-    def _asked(self, module: Any) -> dict[str, Any]:
-        """What `init` is asked for. The user's word goes first."""
-        asked: dict[str, Any] = {"config": _plain(getattr(module, "hparams", {}))}
-        if self._before is not None:
-            asked |= {"id": self._before["run_id"], "resume": "auto"}
-        config = {**asked["config"], **(self._settings.get("config") or {})}
-        return {**asked, **self._settings, "config": config}
 
     # its batches
 
@@ -121,7 +113,8 @@ class Callback(LightningCallback):
 
     def state_dict(self) -> dict[str, Any]:
         if self._training is not None:
-            self._state = self._training.run.state_dict()
+            with self._part:
+                self._state = self._training.run.state_dict()
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +129,8 @@ class Callback(LightningCallback):
             with training.run.pause("save"):
                 found = original(filepath, *args, **kwargs)
             if self._state:  # one of weights only is no state to go back to
-                training.run.checkpoint_saved(filepath, self._state["step"])
+                with self._part:
+                    training.run.checkpoint_saved(filepath, self._state["step"])
             return found
 
         return save_checkpoint
@@ -157,23 +151,22 @@ class Callback(LightningCallback):
         training, self._training = self._training, None
         self._pauses.close()
         self._wires.cut()
-        if self._ids is not None:
-            self._ids.remove()
-            self._ids = None
-        if training is not None:
+        with self._part:
+            self._forget_ids()
+        if training is None:
+            return
+        with self._part:
             training.close()
             self._state = training.run.state_dict()
-            self._before = None if self._given is not None else self._state  # another fit goes on where this one ends
-            self._finish(error)
+            self._before = None if self._given.run is not None else self._state  # another fit goes on where this one ends
+        if type(error).__name__ == "SIGTERMException":  # a SystemExit without a code, by which Lightning leaves
+            error = SystemExit("SIGTERM")
+        self._given.end(training.run, error)
 
-    def _finish(self, error: BaseException | None) -> None:
-        """End the run if it is ours; a run of the user's is the user's to end."""
-        if self._given is not None or self.run is None:
-            return
-        if type(error).__name__ == "SIGTERMException":  # a SystemExit of Lightning's without a code
-            self.run.finish(status="killed", error="SIGTERM")
-        else:
-            self.run.__exit__(type(error) if error is not None else None, error, None)
+    def _forget_ids(self) -> None:
+        ids, self._ids = self._ids, None
+        if ids is not None:
+            ids.remove()
 
     # around a fetch
 
@@ -182,10 +175,10 @@ class Callback(LightningCallback):
 
         def load(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            loaders = loop._combined_loader.flattened
-            if self._ids is not None:
-                self._ids.remove()
-            self._ids = SampleIds(loaders[0]) if len(loaders) == 1 else None
+            with self._part:
+                self._forget_ids()
+                loaders = loop._combined_loader.flattened
+                self._ids = SampleIds(loaders[0]) if len(loaders) == 1 else None
             return found
 
         return load

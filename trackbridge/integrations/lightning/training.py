@@ -12,7 +12,6 @@ on alone.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +19,18 @@ import torch
 from torch import Tensor
 
 from trackbridge.errors import Part
+from trackbridge.hooks import Inert
+from trackbridge.integrations.given import warn
 from trackbridge.integrations.ids import SampleIds
 from trackbridge.integrations.lightning.parts import optimizers_of, overrides, scaler_of, state_of, unscaled
-from trackbridge.integrations.losses import Losses, total_norm
+from trackbridge.integrations.losses import Losses, covers, total_norm
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.watched import loss_of
 
-logger = logging.getLogger("trackbridge")
-
 Count = Callable[[Any], int]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
 class Training:
@@ -97,7 +98,7 @@ class Training:
             key = self._key(optimizer)
             self._losses.update(key)
             if self._module.automatic_optimization and overrides(self._module, "configure_gradient_clipping"):
-                self._measure(key, optimizer)
+                self._measure(optimizer)
 
     def batch_ends(self) -> None:
         """Close the step if an optimizer was due in this batch."""
@@ -106,7 +107,7 @@ class Training:
             return
         with self._part:
             if self._trainer.global_step == self._updates:
-                self.run.fetching()
+                self.run.intake.fetching()
                 return
             self._updates = self._trainer.global_step
             stepped, self._stepped = self._stepped, set()
@@ -116,8 +117,7 @@ class Training:
                 norm = next(iter(norms.values())) if len(norms) == 1 else torch.stack(list(norms.values())).norm()
             tokens, samples, self._tokens, self._samples = self._tokens, self._samples, 0, 0
             losses = self._losses.of_step()
-            for anomaly in self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm):
-                logger.warning("trackbridge: %s of %s at step %d", anomaly.kind, anomaly.series, anomaly.step)
+            warn(self.run.step(losses, tokens=tokens or None, samples=samples or None, grad_norm=norm))
             if self.run.agree_to_stop():
                 self._trainer.should_stop = True
 
@@ -149,40 +149,37 @@ class Training:
 
     def _clipping_by_norm(self, original: Method) -> Method:
         def clip_grad_by_norm(optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> Any:
-            scaled = self._is_scaled(optimizer)
-            if self._part.alive and not scaled and not args and not kwargs and self._covers_all(optimizer):
+            ours = False
+            if self._part.alive and not args and not kwargs:
+                with self._part:
+                    ours = self._covers_all(optimizer) and not self._is_scaled(optimizer)
+            if ours:
                 self.run.clip_grad_norm_(clip_val)
                 return None
-            self._measure(self._key(optimizer), optimizer, scaled=scaled)
+            self._measure(optimizer)
             return original(optimizer, clip_val, *args, **kwargs)
 
         return clip_grad_by_norm
 
     def _clipping_by_value(self, original: Method) -> Method:
         def clip_grad_by_value(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._measure(self._key(optimizer), optimizer, scaled=self._is_scaled(optimizer))
+            self._measure(optimizer)
             return original(optimizer, *args, **kwargs)
 
         return clip_grad_by_value
 
-    def _measure(self, key: str, optimizer: Any, *, scaled: bool = False) -> None:
+    def _measure(self, optimizer: Any) -> None:
         if self._part.alive:
             with self._part:
                 norm = total_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
                 if norm is not None:
-                    self._norms[key] = norm / scaler_of(self._trainer)._scale if scaled else norm
+                    scaled = self._is_scaled(optimizer)
+                    self._norms[self._key(optimizer)] = norm / scaler_of(self._trainer)._scale if scaled else norm
 
     def _covers_all(self, optimizer: Any) -> bool:
-        """Whether Lightning would call torch's function for all that is watched: then ours, which is torch's to the bit, counts
-        non-finite elements before they spread over every gradient."""
+        """Whether Lightning would call torch's function, for all that is watched."""
         plain = type(self._trainer.precision_plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision")
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return (
-            plain
-            and len(given) == len(self._parameters)
-            and all(one is other for one, other in zip(given, self._parameters, strict=True))
-            and not any(hasattr(parameter, "to_local") for parameter in given)
-        )
+        return plain and covers([p for group in optimizer.param_groups for p in group["params"]], self._parameters)
 
     def _is_scaled(self, optimizer: Any) -> bool:
         """True while gradients are multiplied by the loss scale: in manual optimization Lightning unscales them in `step`."""
@@ -210,5 +207,5 @@ def _may_pass_through_forward(strategy: Any, module: Any) -> bool:
         and "forward" not in vars(module)
         and getattr(module, "_compiler_ctx", None) is None
         and getattr(module, "_compiled_call_impl", None) is None
-        and not any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
+        and all(isinstance(hook, Inert) for name in _HOOKS for hook in getattr(module, name).values())
     )
