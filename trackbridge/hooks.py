@@ -1,4 +1,5 @@
-"""What hooks on a user's modules have in common: they are silent in copies, and in calls that are no part of training."""
+"""What hooks on a user's modules have in common: they are silent in copies and in calls that are no part of training, and
+nothing that a module does when it is looked at breaks them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+
+_KEYS = torch._C._TorchDispatchModeKey
 
 in_export = getattr(torch.compiler, "is_exporting", lambda: False)
 """True while `torch.export` traces: what it makes outlives the run. Before torch 2.7 nobody can tell."""
@@ -21,6 +25,20 @@ class Inert:
         return getattr, (nullcontext(), "__exit__")  # accepts any three arguments and returns None
 
 
+def attribute(owner: Any, name: str) -> Any:
+    """`owner.name`, None where there is none or where a property of the user's raises."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """False for what `torch.jit.script` made."""
+    traced = torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]
+    return not isinstance(module, torch.jit.ScriptModule) or isinstance(module, traced)
+
+
 def in_backward() -> bool:
     """True inside a backward pass: recomputation of a checkpointed part, in both of its modes."""
     return bool(torch._C._current_graph_task_id() >= 0)
@@ -28,9 +46,11 @@ def in_backward() -> bool:
 
 def in_transform() -> bool:
     """True while a function is transformed or traced, and not run for its numbers: inside torch.func (vmap, grad), where
-    nothing outside may be written to, in `torch.jit.trace` and under a `FakeTensorMode` (export, estimates of memory)."""
+    nothing outside may be written to, in `torch.jit.trace` and `make_fx`, and under a `FakeTensorMode` (export, estimates of
+    memory)."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or torch._C._get_dispatch_mode(_KEYS.FAKE) is not None
+        or torch._C._get_dispatch_mode(_KEYS.PROXY) is not None
     )

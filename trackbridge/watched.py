@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from trackbridge.errors import Part, UsageError
-from trackbridge.hooks import Inert
+from trackbridge.hooks import Inert, attribute, takes_hooks
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ def check(
     if not models:
         raise UsageError("watch needs a model: an empty list or mapping has none")
     for module in models.values():
+        if not takes_hooks(module):
+            raise UsageError("a ScriptModule takes no hooks: do without torch.jit.script, or script parts of the model only")
         parameters = list(module.parameters())
         if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
             raise UsageError("the model has lazy parameters: run one forward pass before watch")
@@ -92,7 +94,7 @@ def hyperparameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Op
     for key, model in models.items():
         modules = list(model.modules())
         classes = [type(module).__name__ for module in modules]
-        drops = sorted({float(p) for module in modules if isinstance(p := getattr(module, "p", None), (int, float))})
+        drops = sorted({float(p) for module in modules if isinstance(p := attribute(module, "p"), (int, float))})
         facts["model"][key or "model"] = {
             "modules": {name: classes.count(name) for name in sorted(set(classes))},
             "dropout": drops,

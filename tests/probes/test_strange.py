@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import trackbridge
 from tests.probes.kit import Lab, sgd
 from trackbridge.errors import UsageError
+from trackbridge.watched import hyperparameters
 
 EVERYTHING: dict[str, Any] = {
     "parameters": {"weights_every": 1, "moments_every": 1, "rows_every": 1, "checksums_every": 1, "histograms_every": 1},
@@ -126,6 +128,11 @@ def jit_traced(model: nn.Module) -> None:
     assert "trackbridge" not in str(torch.jit.trace(model, (TOKENS[0],), check_trace=False).graph)
 
 
+def made_fx(model: nn.Module) -> None:
+    traced = make_fx(lambda tokens: model(tokens))(TOKENS[0])
+    assert not [node for node in traced.graph.nodes if "trackbridge" in str(node.target)]
+
+
 def copied(model: nn.Module) -> None:
     copy.deepcopy(model)(TOKENS[0]).sum().backward()
 
@@ -133,7 +140,7 @@ def copied(model: nn.Module) -> None:
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:There is a performance drop"
 )
-@pytest.mark.parametrize("use", [grads, faked, jit_traced, exported, copied])
+@pytest.mark.parametrize("use", [grads, faked, jit_traced, made_fx, exported, copied])
 def test_other_uses_of_a_watched_model_between_steps(use: Callable[[nn.Module], None], tmp_path: Path) -> None:
     if use is exported and not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("this torch does not tell export from compilation")
@@ -323,3 +330,55 @@ def test_losses_of_samples_that_are_none_are_refused_once_and_left_out_later(bad
     (row,) = trackbridge.load(run.dir).rows(0)
     found = dict(zip(row.schema.names, row.values.tolist(), strict=True))
     assert (found["train/loss"], found["train/sample_loss_max"]) == (2.0, 3.0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused_and_a_scripted_part_is_passed_over(tmp_path: Path) -> None:
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    with watched(tmp_path) as run, pytest.raises(UsageError, match="takes no hooks"):
+        run.watch(part)
+    model = nn.Sequential(part, nn.Linear(4, 2))
+    lab = Lab(model, optimizer := sgd(model), sites="leaf")
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    found = lab.close()
+    assert {"act/1/rms", "layer/0.0.weight/grad_norm"} <= found.keys() and "act/0.0/rms" not in found
+
+
+def test_a_module_that_takes_no_hook_leaves_none_on_the_others() -> None:
+    class Refusing(nn.Linear):
+        def register_forward_hook(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("no hooks here")
+
+    model = nn.Sequential(nn.Linear(4, 4), Refusing(4, 2))
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        Lab(model, optimizer, sites="leaf")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def test_properties_that_raise_when_they_are_looked_at() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        @property
+        def top_k(self) -> int:
+            raise ValueError("not yet")
+
+        @property
+        def config(self) -> Any:
+            raise RuntimeError("not here")
+
+        p = config
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(expert(x) * weight for expert, weight in zip(self.experts, self.gate(x).split(1, -1), strict=True))
+
+    model = Experts()
+    lab = Lab(model, sgd(model), sites="leaf")
+    model(torch.randn(3, 4)).sum().backward()
+    assert "act/gate/rms" in lab.close()
+    assert hyperparameters({"": model}, {})["model"]["model"]["dropout"] == []

@@ -14,6 +14,7 @@ from torch import nn
 
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import Part
+from trackbridge.hooks import takes_hooks
 from trackbridge.probes.attention import After, Around, Attention, Watching
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.forward_hooks import Counted, Look, OutputHook, install
@@ -67,9 +68,11 @@ class ActivationProbe:
             kind.bind(slab)
         for targets in (self._sites.targets, self._routers.targets):
             for module, model, look in targets:
-                self._hook(module, model, look)
+                if takes_hooks(module):
+                    self._hook(module, model, look)
         for block, model, mode in self._attention.targets:
-            self._surround(block, model, mode)
+            if takes_hooks(block):
+                self._surround(block, model, mode)
         self.gate()
 
     def _surround(self, block: nn.Module, model: nn.Module, mode: Watching) -> None:

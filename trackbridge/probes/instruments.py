@@ -165,5 +165,9 @@ class Instruments:
             session = Session(
                 subject, self._parameters, self._activations, self._scalars, self._gate, slots=self._slots, strict=self._strict
             )
-            session.attach(before)
+            try:
+                session.attach(before)
+            except BaseException:  # a module that takes no hooks
+                session.detach()
+                raise
         return session

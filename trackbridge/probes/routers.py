@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import ConfigError, nearest
+from trackbridge.hooks import attribute
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, OUTPUTS, Gates
 from trackbridge.probes.outputs import tensors
@@ -213,25 +214,25 @@ class Router:
 
 
 def _looks_like_one(last: str, module: nn.Module, parent: nn.Module) -> bool:
-    if last in NAMES and (hasattr(parent, "experts") or _number((module,), EXPERTS)):
+    if last in NAMES and (attribute(parent, "experts") is not None or _number((module,), EXPERTS)):
         return True
     return "Router" in type(module).__name__ and bool(_number((module,), EXPERTS))
 
 
 def _experts(module: nn.Module, parent: nn.Module) -> int:
     own = _number((module,), (*EXPERTS, "out_features"))
-    weight = getattr(module, "weight", None)
+    weight = attribute(module, "weight")
     if not own and isinstance(weight, Tensor) and weight.dim() == 2:
         own = weight.shape[0]
     if own:
         return own
-    experts = getattr(parent, "experts", None)
+    experts = attribute(parent, "experts")
     return len(experts) if isinstance(experts, nn.ModuleList) else _number((parent,), EXPERTS)
 
 
 def _number(owners: tuple[nn.Module, ...], keys: tuple[str, ...]) -> int:
     """The first of the attributes `keys` of the owners or of their configs that is a positive integer; 0 if none is."""
-    for value in (getattr(place, key, None) for place in _places(owners) for key in keys):
+    for value in (attribute(place, key) for place in _places(owners) for key in keys):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0
@@ -240,6 +241,6 @@ def _number(owners: tuple[nn.Module, ...], keys: tuple[str, ...]) -> int:
 def _places(owners: tuple[nn.Module, ...]) -> Iterator[Any]:
     for owner in owners:
         yield owner
-        config = getattr(owner, "config", None)
+        config = attribute(owner, "config")
         if config is not None:
             yield config
