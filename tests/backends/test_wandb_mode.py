@@ -114,6 +114,29 @@ def test_the_run_is_found_as_it_was_described(wandb_server: WandbServer, connect
     assert held.display == "renamed by hand"
 
 
+@pytest.mark.parametrize("note_lost", [False, True])
+def test_another_recording_of_the_same_id_is_another_run(
+    wandb_server: WandbServer, connect: Connect, run: RunInfo, tmp_path: Path, note_lost: bool
+) -> None:
+    """An id is used again when the run's directory was deleted, or on another machine: what the first one's run holds must not
+    be taken for what the second one has delivered."""
+    other = replace(run, directory=str(tmp_path / "elsewhere"), created=run.created + 3600.5)
+    first = connect(run)
+    deliver(first, rows(range(9)))
+    first.close(end(9), timeout=20)
+    second = connect(other)
+    deliver(second, rows(range(3)))
+    second.close(end(3), timeout=20)
+    if note_lost:
+        (tmp_path / "elsewhere" / "wandb" / "where.json").unlink()
+    second = QuickConfig(base_url=wandb_server.url).build()
+    assert second.open(other) >= 2
+    deliver(second, rows(range(3, 5), first_seq=4))
+    second.close(end(6), timeout=20)
+    for run_id, seqs in ((run.run_id, [*range(9)]), (f"{run.run_id}-{int(other.created)}", [0, 1, 2, 4, 5])):
+        assert [row[SEQ] for row in wandb_server.run(run.project, run_id).history()] == seqs
+
+
 def test_names_that_wandb_refuses(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
     """A project, tag or artifact kind of ours is any text. One that W&B refuses would hold up the run, or all its tags."""
     odd = replace(run, project="team/exp #1: 50%?\\" + "p" * 200, tags=("t" * 100, "", "fine"), group="g" * 200, name="n" * 300)

@@ -130,11 +130,10 @@ class WandbConfig(BackendConfig):
 
     def where(self, run: RunInfo) -> str | None:
         """The run's URL, or the command that uploads it. None before the run was opened."""
-        try:
-            noted = json.loads(_note(run).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        noted = _noted(run)
+        if not noted:
             return None
-        return str(noted["url"]) if noted["url"] else f"wandb sync {_folder(run)}/offline-run-*"
+        return str(noted["url"]) if noted.get("url") else f"wandb sync {_folder(run)}/offline-run-*"
 
 
 class WandbBackend:
@@ -211,11 +210,12 @@ class WandbBackend:
         """Start a client and open the run. Sets what the tracker holds. Raises `RetryLater`."""
         run, config = self._info, self._config
         mode = config.mode or os.environ.get("WANDB_MODE") or None
+        noted = _noted(run)
         target = Target(
             folder=str(_folder(run)),
             project=config.project_of(run),
-            run_id=config.joined or run.run_id,
-            name=None if _note(run).exists() or config.joined else run.name[:LONGEST],  # somebody may have renamed it since
+            run_id=config.joined or noted.get("id") or run.run_id,
+            name=None if noted or config.joined else run.name[:LONGEST],  # somebody may have renamed it since
             entity=config.entity,
             base_url=config.base_url,
             mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),
@@ -224,6 +224,8 @@ class WandbBackend:
             tags=tags(run.tags),
             report=config.report,
             pace=self._pace,
+            created=run.created,
+            new=not (noted.get("url") or config.joined),
         )
         self._drop()
         self._process = self._client(run)
@@ -243,7 +245,8 @@ class WandbBackend:
         self._online = opened.online
         self._arrived = opened.arrived
         self._answers, self._moved = 0, self._clock()
-        write_atomic(_note(run), dumps({"url": opened.place if opened.online else None}).encode())
+        note = {"url": opened.place if opened.online else None, "id": opened.run_id}
+        write_atomic(_note(run), dumps(note).encode())
         return opened.arrived
 
     def _client(self, run: RunInfo) -> Process | wandb_near.Local:
@@ -403,6 +406,15 @@ def _folder(run: RunInfo) -> Path:
 
 def _note(run: RunInfo) -> Path:
     return _folder(run) / "where.json"
+
+
+def _noted(run: RunInfo) -> dict[str, Any]:
+    """What was written down when the run was last opened; empty if it never was."""
+    try:
+        noted = json.loads(_note(run).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

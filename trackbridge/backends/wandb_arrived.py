@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trackbridge.backends.wandb_file import RecordedRun, RunFile, item_key, run_files
-from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
+from trackbridge.backends.wandb_rows import ANOMALY, CREATED, FLOOR, PARAMS
 from trackbridge.names import SEQ
 
 PAGE = 2000
@@ -24,6 +24,22 @@ query TrackbridgeReadBack($entity: String!, $project: String!, $run: String!, $s
   }
 }
 """
+
+
+OWNER = """
+query TrackbridgeOwner($entity: String!, $project: String!, $run: String!) {
+  project(name: $project, entityName: $entity) { run(name: $run) { config } }
+}
+"""
+
+
+def taken(api: Any, entity: str | None, project: str, run_id: str, created: float) -> bool:
+    """Whether the server has, under this id, a run of another recording than the one that began at `created`."""
+    where = {"entity": entity or api.default_entity, "project": project, "run": run_id}
+    answer = api._service_api.execute_graphql(OWNER, where, timeout=15)
+    held = (answer.get("project") or {}).get("run") or {}
+    noted = json.loads(held.get("config") or "{}").get(CREATED) or {}
+    return "value" in noted and float(noted["value"]) != created
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from trackbridge.backends import exhibits, folders, wandb_history, wandb_views
-from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader
+from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader, taken
 from trackbridge.backends.wandb_fetch import KIND
-from trackbridge.backends.wandb_rows import ANOMALY, FLOOR, PARAMS
+from trackbridge.backends.wandb_rows import ANOMALY, CREATED, FLOOR, PARAMS
 from trackbridge.backends.wandb_views import Published, Survey, View
 from trackbridge.names import ATTEMPT, CATALOGUE, SEQ, STEP
 from trackbridge.panels import PAGE
@@ -61,7 +61,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Target:
-    """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there.
+    """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there. `new`:
+    it was never opened, so that its id may be another run's there, whose recording began at another time than `created`.
     `report`: make the report of the first anomaly when its capsule has arrived."""
 
     folder: str
@@ -76,14 +77,18 @@ class Target:
     report: bool = False
     pace: Pace = Pace()
     companion_of: str | None = None
+    created: float = 0.0
+    new: bool = False
 
 
 @dataclass(frozen=True)
 class Opened:
-    """`place` is the run's URL or its offline folder; `arrived` what the tracker holds from earlier lives."""
+    """`place` is the run's URL or its offline folder; `run_id` its id there; `arrived` what the tracker holds from earlier
+    lives."""
 
     online: bool
     place: str
+    run_id: str
     arrived: Arrived
     pids: list[int]
 
@@ -123,7 +128,7 @@ class Client:
         if online:
             self._reader = OnlineReader(self._run)
         else:
-            self._reader = OfflineReader(Path(self._run.dir).parent.parent, target.run_id)
+            self._reader = OfflineReader(Path(self._run.dir).parent.parent, self._run.id)
         for name in (SEQ, ATTEMPT):
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
@@ -133,21 +138,42 @@ class Client:
         tags = [tag for tag in dict.fromkeys([*(self._run.tags or ()), *target.tags]) if tag != KILLED]
         if self._own and tags != list(self._run.tags or ()):
             self._run.tags = tags
+        if self._own:
+            self._run.config.update({CREATED: target.created}, allow_val_change=True)
         if target.companion_of is not None:
             self._run.config.update({"trackbridge/companion_of": target.companion_of}, allow_val_change=True)
         arrived = self._reader.first()
         threading.Thread(target=self._upload, name="uploads", daemon=True).start()
         if online:
             threading.Thread(target=self._poll, name="read-back", daemon=True).start()
-        return Opened(online, self._run.url if online else str(Path(self._run.dir).parent), arrived, _family())
+        place = self._run.url if online else str(Path(self._run.dir).parent)
+        return Opened(online, place, self._run.id, arrived, _family())
 
     def _init(self, target: Target) -> Any:
+        unknown: Exception | None = None
+        try:
+            if target.new and target.mode != "offline" and self._taken(target):
+                target = replace(target, run_id=f"{target.run_id}-{int(target.created)}")
+        except self._wandb.errors.Error as error:  # no key, no server: `init` says it better
+            unknown = error
+        run = self._begin(target)
+        if unknown is not None and not run.offline:
+            raise unknown
+        return run
+
+    def _begin(self, target: Target) -> Any:
         try:
             return self._start(target, target.mode or "online")
         except self._wandb.errors.UsageError as error:
             if target.mode is not None or "api" not in str(error).lower():
                 raise
             return self._start(target, "offline")
+
+    def _taken(self, target: Target) -> bool:
+        """Whether another recording has this id there: its directory was deleted, or is on another machine."""
+        overrides = {} if target.base_url is None else {"base_url": target.base_url}
+        api = self._wandb.Api(overrides=overrides, timeout=10)
+        return taken(api, target.entity, target.project, target.run_id, target.created)
 
     def _start(self, target: Target, mode: Mode) -> Any:
         settings = {

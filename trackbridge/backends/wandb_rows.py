@@ -17,6 +17,8 @@ from trackbridge.rundir import dumps
 
 FLOOR = "trackbridge/facts_until"
 """Summary key: every anomaly, artifact and params record up to this seq has arrived."""
+CREATED = "trackbridge/created"
+"""Config key: when the recording began, in seconds since the epoch. It tells two recordings of one id apart."""
 PARAMS = "trackbridge/params_seq"
 """Config key: the seq of the newest params record."""
 ANOMALY = "anomaly/"
