@@ -151,3 +151,14 @@ def test_series_that_are_called_like_our_own_columns(tmp_path: Path) -> None:
     table = pd.read_parquet(tmp_path / "a.parquet")
     assert list(table.columns) == columns and table.iloc[0].tolist()[3:] == [3, 0.1 * 3, 0.5, 1.5, 2.5, 3.5, 4.5]
     assert next(csv.reader((tmp_path / "a.csv").open())) == columns
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_journal_that_is_cut_off_is_not_called_whole(run: RunDirectory, tmp_path: Path, readable: bool) -> None:
+    """After a crash of the machine, or of a copy: nothing behind the cut tells of it."""
+    (segment,) = run.rows().iterdir()
+    segment.write_bytes(segment.read_bytes()[:-20])
+    if not readable:
+        run.file.write_text("")
+    done = export(run.path, "csv", tmp_path / "a.csv")
+    assert done.rows == 4 and done.damage and "the end of the newest segment" in done.damage.where

@@ -20,11 +20,11 @@ from typing import IO, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from trackbridge.errors import UsageError, nearest
-from trackbridge.history import find
+from trackbridge.errors import TrackbridgeError, UsageError, nearest
+from trackbridge.history import check_end, find, runs
 from trackbridge.journal import Damage, JournalReader
 from trackbridge.records import Row, Schema
-from trackbridge.rundir import dumps
+from trackbridge.rundir import RunDirectory, dumps
 
 Format: TypeAlias = Literal["parquet", "csv", "jsonl"]
 FORMATS: tuple[Format, ...] = ("parquet", "csv", "jsonl")
@@ -67,7 +67,9 @@ def export(
     if path.exists():
         raise UsageError(f"{path} exists: name another file with --out")
     journal = directory.rows(chosen_rank)
-    total, there = _survey(journal)
+    total, there, surveyed = _survey(journal)
+    if chosen_rank == next(iter(ranks), 0):
+        check_end(directory, surveyed, running=_running(directory))
     series = _chosen(there, names)
     writers: dict[Format, Callable[[Path, tuple[str, ...]], Any]] = {"parquet": _parquet, "csv": _csv, "jsonl": _jsonl}
     reader = JournalReader(journal, kinds={Row})
@@ -87,11 +89,19 @@ def export(
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
-    return Exported(path, done, series, reader.damage)
+    return Exported(path, done, series, surveyed.damage)
 
 
-def _survey(journal: Path) -> tuple[int, dict[str, None]]:
-    """(how many rows, every series in the order of its first appearance)."""
+def _running(directory: RunDirectory) -> bool:
+    """Rows can be exported without a run.json that can be read."""
+    try:
+        return runs(directory.path)[0].status == "running"
+    except TrackbridgeError:
+        return False
+
+
+def _survey(journal: Path) -> tuple[int, dict[str, None], JournalReader]:
+    """(how many rows, every series in the order of its first appearance, the reader that has read them all)."""
     reader = JournalReader(journal, kinds={Row})
     count = 0
     names: dict[str, None] = {}
@@ -103,7 +113,7 @@ def _survey(journal: Path) -> tuple[int, dict[str, None]]:
             if row.schema is not seen:
                 seen = row.schema
                 names.update(dict.fromkeys(seen.names))
-    return count, names
+    return count, names, reader
 
 
 def _chosen(there: dict[str, None], wanted: Sequence[str]) -> tuple[str, ...]:

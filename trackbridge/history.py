@@ -62,6 +62,18 @@ def find(path: str | Path) -> RunDirectory:
     raise ReferenceNotFoundError(f"{directory.path} holds {len(inside)} runs, name one of: {', '.join(inside[:10])}{more}")
 
 
+def check_end(directory: RunDirectory, reader: JournalReader, *, running: bool) -> None:
+    """Add to the `damage` of the leader's journal, which `reader` has read, what its end lacks: no later record tells of that,
+    but trackers' cursors may, and bytes that no entry was made of, unless the run goes on."""
+    gone = directory.delivered() - reader.position
+    if gone > 0:
+        reader.damage.records_lost += gone
+        reader.damage.note("the end of the journal, which a tracker has")
+    if reader.unread_bytes and not running:
+        reader.damage.bytes_skipped += reader.unread_bytes
+        reader.damage.note("the end of the newest segment")
+
+
 class RunRecord:
     """What the leader's journal says about a run, as it was when this was made. Made by `load`.
 
@@ -96,13 +108,7 @@ class RunRecord:
                         self._end = record
         self.anomalies: list[Anomaly] = sorted(latest.values(), key=lambda anomaly: (anomaly.step, anomaly.id))
         self.damage: Damage = reader.damage
-        gone = directory.delivered() - reader.position  # a tracker has records that the journal's end should hold
-        if gone > 0:
-            self.damage.records_lost += gone
-            self.damage.note("the end of the journal, which a tracker has")
-        if reader.unread_bytes and self.status != "running":
-            self.damage.bytes_skipped += reader.unread_bytes
-            self.damage.note("the end of the newest segment")
+        check_end(directory, reader, running=self.status == "running")
 
     def __repr__(self) -> str:
         return f"<RunRecord {self.info.run_id!r}: {self.status}, {len(self._columns)} rows, {len(self.names)} series>"
