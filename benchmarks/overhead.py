@@ -434,7 +434,27 @@ def scaling(arguments: argparse.Namespace) -> dict[str, Any]:
             "first_half_ms": statistics.median(added[:half]),
             "second_half_ms": statistics.median(added[half:]),
         }
-    return {"device": device_name(arguments.device), "scaling": rows}
+    return {"device": device_name(arguments.device), "scaling": rows, "lasting": lasting(arguments)}
+
+
+def lasting(arguments: argparse.Namespace, steps: int = 10_000) -> dict[str, float]:
+    """Microseconds of the training thread for a whole watched step, in each tenth of a long run with all defaults: medians."""
+    model = Many(20).to(arguments.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 64, device=arguments.device)
+    run = trackbridge.init(dir=tempfile.mkdtemp(), strict=True)
+    run.watch(model, optimizer)
+    spent = []
+    for _step in range(steps):
+        begin = time.thread_time()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step()
+        spent.append(1e6 * (time.thread_time() - begin))
+    run.finish()
+    tenth = steps // 10
+    return {f"{place + tenth}": statistics.median(spent[place : place + tenth]) for place in range(0, steps, tenth)}
 
 
 def device_name(device: str) -> str:
@@ -456,6 +476,8 @@ def show(result: dict[str, Any]) -> None:
             print(f"  {key}: {result[key]}")
     for tensors, row in result.get("scaling", {}).items():
         print(f"  {tensors:5d} tensors: " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()))
+    if "lasting" in result:
+        print("  µs a whole step, up to step " + ", ".join(f"{step}: {value:.0f}" for step, value in result["lasting"].items()))
     sys.stdout.flush()
 
 
