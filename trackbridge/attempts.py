@@ -79,20 +79,23 @@ def _lead(settings: TrackbridgeConfig, ranks: Ranks, backends: Sequence[BackendC
     )
     given = {backend.kind for backend in backends}
     earlier = [backend for backend in (file.backends if file else ()) if backend.get("kind") not in given]  # still owed rows
-    directory.write(
-        RunFile(
-            project=settings.project,
-            run_id=run_id,
-            name=settings.name or (file.name if file else run_id),
-            created=file.created if file else now,
-            tags=settings.tags,
-            group=settings.group,
-            attempts=[*(file.attempts if file else ()), attempt],
-            backends=[*earlier, *(backend.model_dump(mode="json") for backend in backends)],
-            settings=settings.model_dump(mode="json", exclude={"backend"}),
-            config=json.loads(dumps(redact.tree(dict(config)))),
+    try:
+        directory.write(
+            RunFile(
+                project=settings.project,
+                run_id=run_id,
+                name=settings.name or (file.name if file else run_id),
+                created=file.created if file else now,
+                tags=settings.tags,
+                group=settings.group,
+                attempts=[*(file.attempts if file else ()), attempt],
+                backends=[*earlier, *(backend.model_dump(mode="json") for backend in backends)],
+                settings=settings.model_dump(mode="json", exclude={"backend"}),
+                config=json.loads(dumps(redact.tree(dict(config)))),
+            )
         )
-    )
+    except OSError as error:  # a full disk
+        raise _cannot_write(directory, error) from None
     return json.dumps(
         {"id": run_id, "attempt": attempt.number, "start_step": attempt.start_step, "created": file.created if file else now}
     )
@@ -105,7 +108,11 @@ def _create(directory: RunDirectory) -> None:
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write to {directory.path}: {_why(error)}; pass dir= a folder you can write to") from None
+        raise _cannot_write(directory, error) from None
+
+
+def _cannot_write(directory: RunDirectory, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot write to {directory.path}: {_why(error)}; pass dir= a folder you can write to")
 
 
 def _why(error: Exception) -> str:

@@ -133,11 +133,15 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Write `data` so that a reader or a crash sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk half a file is in the way
+        raise
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
