@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _KEYS = torch._C._TorchDispatchModeKey
 
@@ -37,6 +38,18 @@ def takes_hooks(module: nn.Module) -> bool:
     """False for what `torch.jit.script` made."""
     traced = torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]
     return not isinstance(module, torch.jit.ScriptModule) or isinstance(module, traced)
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """End `mode` for this thread, whatever modes lie above; nothing where it is not on. A forward pass that a KeyboardInterrupt
+    ended has called no hook, and other threads have stacks of their own."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if mode in modes:
+        place = modes.index(mode)
+        for _ in modes[place:]:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for above in modes[place + 1 :]:
+            _push_mode(above)  # type: ignore[no-untyped-call]
 
 
 def in_backward() -> bool:

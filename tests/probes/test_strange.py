@@ -4,6 +4,7 @@ can be measured on, nothing of ours raises, no part is switched off, and trainin
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -382,3 +383,31 @@ def test_properties_that_raise_when_they_are_looked_at() -> None:
     model(torch.randn(3, 4)).sum().backward()
     assert "act/gate/rms" in lab.close()
     assert hyperparameters({"": model}, {})["model"]["model"]["dropout"] == []
+
+
+def test_threads_that_share_a_model_share_no_mode(tmp_path: Path) -> None:
+    """Two forward passes of one block at a time, one in each thread, that end in the order in which they began."""
+    model, optimizer = made()
+    together = threading.Barrier(2, timeout=10)
+    left: list[Any] = []
+
+    def wait(*_: Any) -> None:
+        together.wait()
+
+    model.blocks[0].qkv.register_forward_hook(wait)
+    model.blocks[0].out.register_forward_hook(wait)
+
+    def forward() -> None:
+        for tokens in TOKENS[:3]:
+            model(tokens).sum().backward()
+            left.extend(_get_current_function_mode_stack())
+
+    with watched(tmp_path) as run:
+        run.watch(model, optimizer)
+        threads = [threading.Thread(target=forward) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run.step(1.0)
+    assert not left

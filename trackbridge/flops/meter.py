@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from trackbridge.errors import Part
 from trackbridge.flops.counting import Counting, FlopCount, count_shapes
 from trackbridge.flops.functions import Flops
 from trackbridge.flops.peaks import Peak, peak_of
-from trackbridge.hooks import Inert, in_backward, in_transform
+from trackbridge.hooks import Inert, in_backward, in_transform, take_off
 from trackbridge.hostcopy import HostCopy
 from trackbridge.probes.outputs import tensors
 
@@ -75,7 +76,8 @@ class Meter:
         self._known: dict[Any, Known | None] = {}  # None: cannot be counted
         self._passes: list[Any] = []
         self._running: tuple[Any, Counting] | None = None
-        self._inside: dict[int, int] = {}  # calls of each model under way
+        self._thread = 0  # in which that is
+        self._inside: dict[tuple[int, int], int] = {}  # calls of each model under way, by thread and model
         self._handles: list[Any] = []
         self._peak: Peak | None = None
         self._device = ""
@@ -106,8 +108,9 @@ class Meter:
         self._handles.clear()
 
     def entered(self, number: int, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inside[number] = self._inside.get(number, 0) + 1
-        if self._inside[number] > 1:  # a model that calls itself: Lightning's `training_step` through `forward`
+        place = threading.get_ident(), number
+        self._inside[place] = self._inside.get(place, 0) + 1
+        if self._inside[place] > 1:  # a model that calls itself: Lightning's `training_step` through `forward`
             return
         key = (number, _shapes(args, kwargs))
         self._passes.append(key)
@@ -126,11 +129,13 @@ class Meter:
                 self._unknown(key, error)
             return
         self._running = key, Counting(full_attention=self._config.full_attention)
+        self._thread = threading.get_ident()
         self._running[1].__enter__()  # type: ignore[no-untyped-call]
 
     def left(self, number: int, *, whole: bool) -> None:
-        self._inside[number] = max(self._inside.get(number, 0) - 1, 0)
-        if self._inside[number]:
+        place = threading.get_ident(), number
+        self._inside[place] = max(self._inside.get(place, 0) - 1, 0)
+        if self._inside[place]:
             return
         running = self._stop()
         if running is None or not whole:
@@ -233,9 +238,11 @@ class Meter:
             )  # fmt: skip
 
     def _stop(self) -> tuple[Any, Counting] | None:
+        """End the count of this thread; that of another one goes on."""
+        if self._running is None or self._thread != threading.get_ident():
+            return None
         running, self._running = self._running, None
-        if running is not None:
-            running[1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        take_off(running[1])
         return running
 
 

@@ -20,11 +20,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
-from trackbridge.hooks import Inert
+from trackbridge.hooks import Inert, take_off
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.forward_hooks import Counted, Valve
 from trackbridge.probes.gates import ALWAYS, LOGITS, Gates
@@ -122,15 +122,6 @@ class Watching(TorchFunctionMode):
     def off(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def remove(self) -> None:
-        """`off` where other modes may lie above; nothing where it is not on, because an outer mode's end took it off."""
-        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self in modes:
-            for _ in modes[modes.index(self) :]:
-                _pop_mode()  # type: ignore[no-untyped-call]
-            for mode in modes[modes.index(self) + 1 :]:
-                _push_mode(mode)  # type: ignore[no-untyped-call]
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -195,25 +186,18 @@ class Around(Counted):
     def __init__(self, valve: Valve, module: nn.Module, model: nn.Module, mode: Watching, *, inside_compiled: bool) -> None:
         super().__init__(valve, module, model, inside_compiled=inside_compiled)
         self.mode = mode
-        self.entered = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any = None) -> None:
         if torch.compiler.is_compiling():
             if self.in_graph(module):
                 self.mode.on()
-        elif self.valve.open and self.counts(module) and not self.entered:
+        elif self.valve.open and self.counts(module):
+            take_off(self.mode)
             self.mode.on()
-            self.entered = True
-
-    def leave(self) -> None:
-        """Take the mode off, wherever on the stack it is: a block that a KeyboardInterrupt left has told nobody."""
-        if self.entered:
-            self.entered = False
-            self.mode.remove()
 
     def reset(self) -> None:
         super().reset()
-        self.leave()
+        take_off(self.mode)
 
 
 class After(Inert):
@@ -228,7 +212,7 @@ class After(Inert):
             if around.in_graph(module):
                 around.mode.off()
         elif id(module) == around.module:
-            around.leave()
+            take_off(around.mode)
 
 
 def largest(
