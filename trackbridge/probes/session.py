@@ -101,26 +101,30 @@ class Session:
         def part(name: str) -> Part:
             return Part(f"the {name} probe", strict=strict, timer=gate.timer)
 
-        parts = [part(name) for name in ("gradient", "weight", "update count", "phase", "activation", "scalar")]
-        self.embeddings = EmbeddingProbe(subject, activations, gate)
+        gradient, phase, activation = part("gradient"), part("phase"), part("activation")
         self.subject = subject
         self.scalars = scalars
-        self.gradients = GradientProbe(subject, parameters, gate, parts[0])
+        self.gradients = GradientProbe(subject, parameters, gate, gradient)
+        self.embeddings = EmbeddingProbe(subject, activations, gate)
         self.updates = UpdateCountProbe(subject)
-        self.activations = ActivationProbe(subject, activations, gate, parts[4])
-        self.phases = PhaseProbe(subject, gate, parts[3], self.activations.backward)
+        self.activations = ActivationProbe(subject, activations, gate, activation)
+        self.phases = PhaseProbe(subject, gate, phase, self.activations.backward)
         weight_probe = WeightProbe(subject, parameters, gate)
-        self._nested: list[tuple[UpdateProbe, Part]] = list(
-            zip((self.gradients, weight_probe, self.updates, self.phases), parts[:4], strict=True)
-        )
-        self._nested.insert(1, (self.embeddings, part("embedding")))
         rows, checksums = DeadRowProbe(subject, parameters, gate), ChecksumProbe(subject, parameters, gate)
-        self._nested += [(rows, part("dead row")), (checksums, part("checksum"))]
-        self._probes: list[tuple[Probe, Part]] = [*self._nested, (self.activations, parts[4]), (scalars, parts[5])]
+        of_updates: list[tuple[UpdateProbe, Part]] = [
+            (self.gradients, gradient),
+            (self.embeddings, part("embedding")),
+            (weight_probe, part("weight")),
+            (self.updates, part("update count")),
+            (self.phases, phase),
+            (rows, part("dead row")),
+            (checksums, part("checksum")),
+        ]
+        self._probes: list[tuple[Probe, Part]] = [*of_updates, (self.activations, activation), (scalars, part("scalar"))]
         self.copies = parameter_copies(subject)
         self.histograms = HistogramProbe(subject, parameters, gate, self.copies)
         self._histograms_part = part("histogram")
-        self._around: list[tuple[AroundUpdate, Part]] = [(self.histograms, self._histograms_part), *self._nested]
+        self._around: list[tuple[AroundUpdate, Part]] = [(self.histograms, self._histograms_part), *of_updates]
         self.slab = Slab((field for probe, _ in self._probes for field in probe.fields), subject.device)
         self._ring = Ring(self.slab, slots)
         self._fixed = tuple(name for probe, _ in self._probes[:-1] for name in probe.series)
