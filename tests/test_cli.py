@@ -95,6 +95,11 @@ def test_sync_delivers_what_is_missing(undelivered: Path) -> None:
     assert answer("runs", undelivered.parent)[0]["lag"] == {"tensorboard": 0}
 
 
+def test_sync_takes_a_runs_id(undelivered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(undelivered.parent.parent)
+    assert undelivered.parent.name == "runs" and answer("sync", undelivered.name)["complete"]
+
+
 def test_sync_says_what_is_left(undelivered: Path) -> None:
     (undelivered / "tensorboard").touch()  # where a folder has to be
     done = answer("sync", undelivered, "--timeout", 1, status=1)

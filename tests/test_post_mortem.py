@@ -62,6 +62,9 @@ def test_unusual_tokens_are_numbers_in_the_symptoms(tmp_path: Path) -> None:
     known = Known(known.anomaly, "r", "r", known.window, known.values, batches, {}, {})
     said = module._unusual(known)
     assert "entropy of ids: +75 sigmas (step 12)" in said and "unique of ids: +" in said
+    many = {step: batches[step % 12] for step in range(12)} | {12: batches[0]}
+    usual_one = Known(known.anomaly, "r", "r", known.window, known.values, many, {}, {})
+    assert module._unusual(usual_one).startswith("nothing in these statistics"), "a hypothesis may know more of the contents"
 
 
 def test_the_average_is_the_one_of_pandas(tmp_path: Path) -> None:

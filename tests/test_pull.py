@@ -93,6 +93,16 @@ def test_from_a_run_directory(tmp_path: Path) -> None:
         pull(f"{directory.path}@14")
 
 
+def test_a_runs_id_is_that_run_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "runs" / "r1", 13, 15)
+    monkeypatch.chdir(tmp_path)
+    assert pull("r1@13").step == 13 and pull("r1").step == 15
+    with pytest.raises(ReferenceNotFoundError, match="no capsule of step 14; it has steps 13, 15"):
+        pull("r1@14")
+    with pytest.raises(ReferenceNotFoundError, match="there is no r2; a capsule reference is one of"):
+        pull("r2@13")
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ReferenceNotFoundError, match=r"there is no .*nowhere; a capsule reference is one of"):
         pull(tmp_path / "nowhere")

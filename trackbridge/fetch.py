@@ -53,8 +53,9 @@ class Reference:
 def pull(ref: str | Path, dest: str | Path | None = None, *, max_bytes: int = untrusted.TOTAL_BYTES) -> SpikeCapsule:
     """The capsule that `ref` names, every file of it checked against its digest.
 
-    A capsule on this disk is opened where it is, unless `dest` is given. One in a tracker is downloaded into the folder `dest`
-    (default ``./capsules``) and appears there, under its own name, only when it has been verified; an older copy is replaced.
+    A capsule on this disk is opened where it is, unless `dest` is given; a run's id means that run in ``./runs``. One in a
+    tracker is downloaded into the folder `dest` (default ``./capsules``) and appears there, under its own name, only when it
+    has been verified; an older copy is replaced.
     An interrupted download goes on where it was when the same reference is pulled into the same folder again.
 
     Raises:
@@ -167,6 +168,8 @@ def _local(path: Path, step: int | None) -> Path:
     """The folder of the capsule at `path`, which is a capsule, a run directory, or its ``capsules`` folder."""
     if (path / capsules.MANIFEST).is_file():
         return path.resolve() if path.is_symlink() else path  # its batches lie beside it, not beside the link
+    if not path.exists() and len(path.parts) == 1 and (Path("runs") / path / "run.json").is_file():
+        path = "runs" / path  # a run's id, as the commands take it
     if not path.is_dir():
         raise ReferenceNotFoundError(f"there is no {path}; a capsule reference is one of: {FORMS}")
     inside = path / "capsules" if (path / "run.json").is_file() else path

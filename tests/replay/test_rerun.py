@@ -421,3 +421,8 @@ def test_the_report_is_json(capsule: SpikeCapsule) -> None:
     assert data["verdict"] == "not-reproduced" and data["steps"][4]["losses"] == ["NaN", "NaN"]
     assert ReplayReport.model_validate_json(report.model_dump_json()).verdict == "not-reproduced"
     assert "nan" in report.to_markdown()
+
+
+def test_what_no_build_should_return_is_named_with_what_makes_one() -> None:
+    with pytest.raises(UsageError, match=r"returned a Linear; return \(model, optimizer, step\).*hf\.rebuild\(trainer\)"):
+        Rebuilt.of(torch.nn.Linear(2, 2))

@@ -6,6 +6,7 @@ line on stderr. `replay` has a list of its own.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -59,7 +60,7 @@ def _version(wanted: bool) -> None:
 def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it draws one for each small file of a capsule
 
 
 for command in (demo, runs, show, diff, scan, view, sync, export, pull, replay, rollback, report, init_config, doctor):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, plain
+from trackbridge.cli.common import Json, console, emit, find_run, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def sync(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, or the id or name of a run in runs.")],
     to: Annotated[list[str] | None, typer.Option(help="Only this tracker; may be repeated.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on while the run does.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds to try for; default: until everything is delivered.")] = None,
@@ -30,6 +30,7 @@ def sync(
 
     from trackbridge import history, shipper
 
+    directory = find_run(str(directory), Path("runs"))
     backends = shipper.configured(history.find(directory), to) if to else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console(stderr=True)

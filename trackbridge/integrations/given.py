@@ -45,6 +45,9 @@ class Given:
         if run is not None and self.run is None:
             with Part("the end of the run"):
                 run.__exit__(type(error) if error is not None else None, error, None)
+                if run.anomalies:
+                    said = "trackbridge: what was found is in %s; look at it with: trackbridge view %s"
+                    logger.warning(said, run.dir, run.dir)
 
 
 def warn(anomalies: Iterable[Anomaly]) -> None:

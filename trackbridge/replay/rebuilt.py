@@ -54,6 +54,8 @@ class Rebuilt:
         else:
             raise UsageError(
                 f"build() returned a {type(built).__name__}; return (model, optimizer, step) or trackbridge.replay.Rebuilt(...)"
+                "; for a framework what trackbridge.hf.rebuild(trainer), trackbridge.lightning.rebuild(module) or "
+                "trackbridge.accelerate.rebuild(...) makes"
             )
         if not callable(rebuilt.step):
             raise UsageError(f"build() returned a {type(rebuilt.step).__name__} as the step; it must be callable")

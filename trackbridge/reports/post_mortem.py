@@ -171,7 +171,10 @@ def _unusual(known: Known) -> str:
         found.append(f"{bad} non-finite values (step {where})")
     if found:
         return "; ".join(found)
-    return "nothing, against the recorded batches before it" if identity.known else "not known: too few batches were recorded"
+    if not identity.known:
+        return "not known: too few batches were recorded"
+    # of raw batches more was compared, when the cause was looked for, than these statistics hold
+    return "nothing in these statistics, against the recorded batches before it; what their contents say is in section 2"
 
 
 def _describe(micro: MicroBatch) -> str:
