@@ -24,6 +24,7 @@ RECENT = 10
 SETTLED = 16
 """A lasting new level counts as settled this many steps after it was told."""
 _NOT_OF_WEIGHTS = ("throughput", "memory", "stall", "plateau")
+_NONE = "no checkpoint was told of; tell of each as it is saved, with run.checkpoint_saved(path, step)"
 _MACHINE = ("perf/", "mem/", "host/", "trackbridge/")
 
 
@@ -67,7 +68,7 @@ class Rollback:
 
     def __str__(self) -> str:
         if self.checkpoint is None:
-            return f"none of the {len(self.rejected)} checkpoints is clean" if self.rejected else "no checkpoint was told of"
+            return f"none of the {len(self.rejected)} checkpoints is clean" if self.rejected else _NONE
         return str(self.checkpoint)
 
 

@@ -111,7 +111,7 @@ def _to_resume(skips: bool, where: str, run: Path | None, step: int) -> list[tup
         command = f"trackbridge rollback {shlex.quote(str(run))} --step {step}"
         found.append(("Find the checkpoint that is clean and from before it:", command))
     if skips:
-        what = 'Write the plan that leaves those batches out, for run.batches(loader, skip="skip.json"):'
+        what = "Write the plan that leaves those batches out, for run.batches(loader, skip=...) or hf.Callback(skip=...):"
         found.append((what, f"trackbridge replay {where} --plan skip.json"))
     return found
 
