@@ -12,7 +12,7 @@ from trackbridge.capsule import load
 from trackbridge.diagnosis.feedback import MARK, informed
 from trackbridge.lab import CounterfactualReport, ReplayReport
 from trackbridge.lab.counterfactuals import Trend, Try
-from trackbridge.lab.replay import Divergence, EnvironmentDifference
+from trackbridge.lab.replay import Divergence, EnvironmentDifference, StepReport
 from trackbridge.records import Hypothesis
 from trackbridge.replay.keep import keep
 
@@ -57,6 +57,15 @@ def test_in_another_environment_that_says_less() -> None:
     other = EnvironmentDifference(name="torch.version", recorded="2.6", now="2.7")
     found = informed((CORRUPT, UNKNOWN), replayed("not-reproduced", environment=(other,)))
     assert names(found) == ["corrupt-batch", "unknown", "hardware-fault"] and "torch.version" in found[2].evidence_for[0]
+
+
+def test_a_random_state_alone_is_no_fault() -> None:
+    """Every number came back; the random state that a step left behind did not."""
+    step = StepReport(step=10, loss_recorded=2.0, losses=(2.0, 2.0), compared=9, different=0, rng="differs after")
+    assert informed((CORRUPT, UNKNOWN), replayed("not-reproduced", steps=(step,))) == (CORRUPT, UNKNOWN)
+    found = informed((FAULT, CORRUPT), replayed("not-reproduced", steps=(step,)))
+    assert names(found) == ["hardware-fault", "corrupt-batch"]
+    assert "every number comes back" in found[0].evidence_against[0] and found[0].evidence_for == FAULT.evidence_for
 
 
 @pytest.mark.parametrize("verdict", ["exact", "within-noise"])

@@ -45,7 +45,7 @@ def replay(
         Path | None, typer.Option(help="Write the suspected batches here, for run.batches(loader, skip=...); needs no --build.")
     ] = None,
     dest: Annotated[Path | None, typer.Option(help="Where a capsule from a tracker is put.")] = None,
-    runs: Annotated[int, typer.Option(min=2, help="How many replays; their differences are the noise floor.")] = 2,
+    runs: Annotated[int, typer.Option(min=2, help="How many replays; where they differ, at least five.")] = 2,
     keep: Annotated[bool, typer.Option(help="Write what was found into the capsule and its pages.")] = True,
     publish: Annotated[bool, typer.Option("--publish", help="And deliver the capsule again to the run's trackers.")] = False,
     json: Json = False,
@@ -126,7 +126,9 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
         raise UsageError(f"cannot write --plan {path}: {error.strerror or error}; choose another file") from None
     say = console(stderr=True)
     batches = "1 batch" if len(found.skips) == 1 else f"{len(found.skips)} batches"
-    say.print(f"{batches} in {plain(path)}; go on with run.batches(loader, skip={str(path)!r})", soft_wrap=True)
+    plan = plain(repr(str(path)))
+    ways = f"run.batches(loader, skip={plan}), in a Trainer with trackbridge.hf.Callback(skip={plan})"
+    say.print(f"{batches} in {plain(path)}; go on with {ways}", soft_wrap=True)
 
 
 def _replay(
@@ -150,7 +152,8 @@ def _replay(
         task = bar.add_task("Replaying", total=runs * length)
 
         def on_step(run: int, step: int, last: int) -> None:
-            bar.update(task, completed=run * length + step - first + 1)
+            total = max(runs, run + 1) * length  # replays that differ are followed by more
+            bar.update(task, total=total, completed=run * length + step - first + 1)
 
         report = rerun(capsule, made, runs=runs, on_step=on_step)
         if tries is None or report.verdict == "incomplete":

@@ -28,13 +28,14 @@ def informed(
     """`hypotheses` ranked anew with what the reports say. The same reports give the same answer, however often.
 
     A step that does not come back speaks for ``hardware-fault`` (which is added if it was not there), one that does against it;
-    where the environment differs from the recording's, that may be why, and the ranking stays.
+    where the environment differs from the recording's, or every number comes back and only a random state does not, the ranking
+    stays.
     A change that takes the anomaly away supports the hypotheses that name it as their test, in the order in which the table
     ranks the changes; one that does not refutes them. Changes tried on a replay that is not the record say nothing.
     """
     plain = [_without_marks(hypothesis) for hypothesis in hypotheses]
     verdict = counterfactuals.verdict if counterfactuals is not None else replay.verdict if replay is not None else None
-    if verdict == "not-reproduced" and all(h.name != _TRANSIENT for h in plain):
+    if verdict == "not-reproduced" and not _numbers_come_back(replay) and all(h.name != _TRANSIENT for h in plain):
         plain.append(Hypothesis(_TRANSIENT, intervention="rerun"))
     judged = [_judged(h, place, verdict, replay, counterfactuals) for place, h in enumerate(plain)]
     return tuple(hypothesis for _, hypothesis in sorted(judged, key=lambda pair: pair[0]))
@@ -49,6 +50,9 @@ def _judged(
 ) -> tuple[tuple[int, int, int], Hypothesis]:
     """((standing, rank of the change, place before), the hypothesis with what was found)."""
     if hypothesis.name == _TRANSIENT and verdict in ("not-reproduced", *_SOUND):
+        if _numbers_come_back(replay):
+            said = "run again, every number comes back; only the random state that a step left behind does not"
+            return (_OPEN, 0, place), _with(hypothesis, said, False)
         if verdict == "not-reproduced":
             where = f"; first difference: {replay.first_divergence}" if replay is not None and replay.first_divergence else ""
             said = f"run again from the same state, data and random numbers, the record does not come back{where}"
@@ -67,6 +71,11 @@ def _judged(
     effect = "the anomaly is gone" if prevented else "the anomaly is still there"
     standing = (_SUPPORTED, tried.rank or 0) if prevented else (_REFUTED, 0)
     return (*standing, place), _with(hypothesis, f"with {tried.what} {effect}", prevented)
+
+
+def _numbers_come_back(replay: ReplayReport | None) -> bool:
+    """Not reproduced for another reason than a number: no fault of the machine is seen."""
+    return replay is not None and replay.verdict == "not-reproduced" and bool(replay.steps) and replay.first_divergence is None
 
 
 def _tried(hypothesis: Hypothesis, tries: Iterable[Try]) -> Try | None:

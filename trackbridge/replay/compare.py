@@ -19,6 +19,8 @@ _NOT_COMPARED_EXACT = frozenset({"grad/norm", "train/tokens", "optim/applied", "
 # Counts over a threshold, of more steps than a replay has, or of another use of the bits that are compared anyway.
 _NOT_COMPARED_END = ("/dead_rows", "/checksum", "/replicas_differ", "grad/zero", "grad/vanishing", "/grad_zeros", "/grad_mean")
 
+_IDS = ("embedding/hottest_row/",)
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -76,12 +78,20 @@ _TOTALS = {
 
 
 def family(series: str) -> str:
-    """The statistic that a series is one of: over all layers (``layer/*/grad_norm``), its total included, or the series."""
+    """The statistic that a series is one of: over all layers (``layer/*/grad_norm``), its total included, over all routers,
+    experts or hottest rows, or the series."""
     series = series.removesuffix(LOCAL)
     parts = series.split("/")
-    if len(parts) > 2 and parts[0] in ("layer", "act"):
+    if len(parts) > 2 and is_wide(series):
         return f"{parts[0]}/*/{parts[-1]}"
+    if parts[0] == "embedding" and len(parts) > 2:
+        return "/".join(parts[:2])
     return _TOTALS.get(series, series)
+
+
+def is_id(series: str) -> bool:
+    """Whether the series says which one, not how much: ids differ or not, but are not near to or far from each other."""
+    return series.startswith(_IDS)
 
 
 def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) -> tuple[int, list[Difference]]:

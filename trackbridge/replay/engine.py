@@ -1,4 +1,4 @@
-"""`rerun`: restore, feed, compare; at least twice, so that the noise between two replays is known."""
+"""`rerun`: restore, feed, compare; at least twice, and oftener where the replays differ, so that their noise is known."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trackbridge import names, provenance, rng
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.capsule_parts import RngStates
+from trackbridge.clock import compiled_graphs
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.lab.replay import EnvironmentDifference, ReplayReport, Verdict
@@ -26,6 +27,7 @@ from trackbridge.replay.compare import LOSS, Observation
 from trackbridge.replay.feed import Incomplete, MicroBatches, micro_batches
 from trackbridge.replay.held import guard
 from trackbridge.replay.judge import Ran, judge
+from trackbridge.replay.noise import MOST
 from trackbridge.replay.rebuilt import Rebuilt
 from trackbridge.replay.trial import Trial
 from trackbridge.replay.world import World
@@ -47,7 +49,8 @@ def rerun(
     Args:
         capsule: from `trackbridge.pull`.
         build: your code as at training time; returns ``(model, optimizer, step)`` or a `Rebuilt`. Called once per run.
-        runs: how many replays, at least two: their differences are the noise floor.
+        runs: how many replays, at least two: their differences are the noise floor. Where they differ from each other, or
+            differ from the record on a GPU without deterministic algorithms, they become five.
         deterministic: torch's deterministic algorithms on or off; None: as recorded.
         rank: whose record; default this process' rank (torchrun's, where there is no process group yet), else 0.
         on_step: called as ``on_step(run, step, last)`` after each step.
@@ -73,13 +76,17 @@ def rerun(
         replay.world.check(capsule.world_size)
         with settings.kept(), replay.random_state_kept():
             histories = [replay.run(number) for number in range(runs)]
+            found = judge(replay.record, histories)
+            noisy = found.noisy or (found.first_divergence is not None and replay.may_vary)
+            if runs < MOST and replay.world.any(noisy):
+                histories += [replay.run(number) for number in range(runs, MOST)]
+                found = judge(replay.record, histories)
     except Incomplete as missing:
         words = (*missing.args, *capsule.missing)
         return replay.world.verdict(replay.report(began, runs, "incomplete", str(missing.args[0]), missing=words))
-    found = judge(replay.record, histories)
     report = replay.report(
         began,
-        runs,
+        len(histories),
         found.verdict,
         found.reason,
         missing=found.missing,
@@ -113,6 +120,11 @@ class Replay:
         self._activations = capsule.section("activations", ActivationsConfig)
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._used_deterministic = False
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether the order of additions is the hardware's, so that two runs may differ in the last bits, or happen not to."""
+        return bool(self._devices()) and torch.cuda.is_available() and not self._used_deterministic
 
     def check(self) -> None:
         """What can be known to be missing before anything runs."""
@@ -211,6 +223,7 @@ class Replay:
         with self.world.together(f"step {step} of the replay"):
             batches = micro_batches(step, self._batches[step], rebuilt)
             before = rng.restore(self._states.before(step), rebuilt.generators)
+        graphs = compiled_graphs()
         with guard.as_recorded(self.record[step], rebuilt.optimizers):
             loss = self._call(step, rebuilt, batches)
         rates.append(instruments.lr())
@@ -228,7 +241,7 @@ class Replay:
             rates=tuple(rates),
             micros=len(batches),
         )
-        return Ran(seen, _problem(before, batches), self._found_again(step, rebuilt))
+        return Ran(seen, _problem(before, batches), self._found_again(step, rebuilt), compiled_graphs() > graphs)
 
     @staticmethod
     def _call(step: int, rebuilt: Rebuilt, batches: MicroBatches) -> Any:

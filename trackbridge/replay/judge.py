@@ -5,19 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from statistics import median
 
 from trackbridge.lab.replay import Divergence, StepReport, Verdict
 from trackbridge.names import ACT, LAYER, LOCAL
-from trackbridge.replay.compare import LOSS, Difference, Observation, comparable, compare, family, ulps
-
-TYPICAL = 4.0
-SINGLE = 64.0
-"""A difference from the record is noise while the distance from the record of a typical series (the median) is at most
-`TYPICAL` times the typical distance between the replays so far, and that of each series at most `SINGLE` times the largest
-between the replays in the same statistic of any layer; one ULP is added for the rounding. Under noise alone, two replays gave
-at most 2.1 and 16 in 24 trials on a small model; a flipped bit of an exponent gave at least 5 and 28 (docs/replay.md)."""
+from trackbridge.replay.compare import LOSS, Difference, Observation, compare
+from trackbridge.replay.noise import Noise
 
 ROUNDING = 2.0**16
 """One last bit of bfloat16. Replays of the first step begin with the same bits: where their gradients typically differ
@@ -26,8 +18,17 @@ by more, that is not rounding, but something random that was not captured."""
 SUSPECTS = 8
 
 _NOT_REPRODUCED = (
-    "the replay differs from the record by more than the replays differ from each other: a transient fault of the recording "
-    "machine, a difference in code or environment, or state that was not captured"
+    "the replay differs from the record by more than the {} replays differ from each other (at step {}: {}): a transient "
+    "fault of the recording machine, a difference in code or environment, or state that was not captured"
+)
+
+_ALIKE = "every compared number of {} is the recorded one"
+_NEAR = "the numbers of {} differ from the record no more than the replays do from each other"
+_MOVED = ", but step {} left another random state behind than it did when it was recorded"
+
+_COMPILED = (
+    "; torch's compiler was at work in that step of the replay, and may draw random numbers, more or fewer with what its "
+    "caches hold; the step after it began from the recorded state, and no number points to a fault"
 )
 
 _RANDOM = (
@@ -41,11 +42,12 @@ Record = Mapping[int, Mapping[str, float]]
 @dataclass(frozen=True)
 class Ran:
     """One replayed step: what was seen, whether the random state was restored exactly before it (else why not), and whether
-    the state after it was the one recorded before the next step (None: not known)."""
+    the state after it was the one recorded before the next step (None: not known). `compiled`: the compiler made a graph."""
 
     seen: Observation
     rng_problem: str | None
     rng_after: bool | None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,34 +59,36 @@ class Judgement:
     noise_ulp: float
     noise_max_ulp: float
     missing: tuple[str, ...] = ()
+    noisy: bool = False  # the replays differ from each other
 
 
 def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
-    """The verdict over all replays of a window. Never "exact" unless every compared series of every step of every replay is
-    the recorded one, the loss among them, and the random state is, before and after each step."""
+    """The verdict over all replays of a window, at least two. Never "exact" unless every compared series of every step of every
+    replay is the recorded one, the loss among them, and the random state is, before and after each step."""
     steps: list[StepReport] = []
     left_at: int | None = None
     differences_from: list[list[Difference]] = []
-    within = True
-    typical = 0.0
-    floors: dict[str, float] = {}
+    beyond: tuple[int, str] | None = None
+    alone: int | None = None  # the place of the first step that no replay reproduced
+    compiled: set[int] = set()
     problems: dict[str, int] = {}
     no_loss: list[int] = []
-    opening = 0.0
     unknown = 0  # steps after which the random state is not known
-    for place, step in enumerate(sorted(histories[0])):
+    window = sorted(histories[0])
+    noise = Noise([[history[step].seen for step in window] for history in histories])
+    for place, step in enumerate(window):
         recorded, runs = record[step], [history[step] for history in histories]
         results = [compare(recorded, ran.seen, first=place == 0) for ran in runs]
-        noise = _noise([ran.seen for ran in runs])
-        for name, distance in noise.items():
-            floors[family(name)] = max(floors.get(family(name), 0.0), distance)
+        between = noise.at(place)
         every = {d.series: d for _, differences in reversed(results) for d in differences}
-        nearest = {name: min(_distance(name, differences) for _, differences in results) for name in every}
-        if place == 0:
-            moved = [distance for name, distance in noise.items() if family(name) == "layer/*/grad_norm"]
-            opening = median(moved) if moved else 0.0
-        typical = max(typical, median(noise.values()) if noise else 0.0)
-        within = within and _is_noise(nearest, typical, floors)
+        distances = [{d.series: d.ulp for d in differences} for _, differences in results]
+        nearest = {name: min(known.get(name, 0.0) for known in distances) for name in every}
+        if alone is None and all(distances):
+            alone = place
+        if alone is not None and beyond is None:
+            away = {name: distance for name, distance in nearest.items() if distance}
+            why = noise.bounds(place, place - alone).beyond(away, min(compared for compared, _ in results))
+            beyond = (step, why) if why else None
         worst = max(every.values(), key=lambda d: d.ulp, default=None)
         left_at = step if every and left_at is None else left_at
         if left_at is not None:
@@ -94,6 +98,7 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
         for ran in runs:
             if ran.rng_problem:
                 problems.setdefault(ran.rng_problem, step)
+        compiled |= {step} if any(ran.compiled for ran in runs) else set()
         unknown += any(ran.rng_after is None for ran in runs)
         before_ok = not any(ran.rng_problem for ran in runs)
         after_ok = all(ran.rng_after is not False for ran in runs)
@@ -106,80 +111,40 @@ def judge(record: Record, histories: Sequence[Mapping[int, Ran]]) -> Judgement:
                 different=len(every),
                 worst=worst.series if worst else None,
                 ulp=worst.ulp if worst else 0.0,
-                noise_ulp=median(noise.values()) if noise else 0.0,
-                noise_max_ulp=max(noise.values(), default=0.0),
+                noise_ulp=noise.typical(place),
+                noise_max_ulp=max(between.values(), default=0.0),
                 rng="inexact" if not before_ok else "exact" if after_ok else "differs after",
             )
         )
     first = None if left_at is None else blame(left_at, record[left_at], differences_from)
-    verdict, reason, missing = _verdict(steps, first, within, problems, no_loss, unknown, opening)
     floor, most = max(report.noise_ulp for report in steps), max(report.noise_max_ulp for report in steps)
-    return Judgement(verdict, reason, tuple(steps), first, floor, most, missing)
+    moved = [report.step for report in steps if report.rng == "differs after"]
+    span = f"steps {window[0]} to {window[-1]}"
 
+    def found(verdict: Verdict, reason: str, *missing: str) -> Judgement:
+        return Judgement(verdict, reason, tuple(steps), first, floor, most, missing, noise.any)
 
-def _verdict(
-    steps: Sequence[StepReport],
-    first: Divergence | None,
-    within: bool,
-    problems: Mapping[str, int],
-    no_loss: Sequence[int],
-    unknown: int,
-    opening: float,
-) -> tuple[Verdict, str, tuple[str, ...]]:
-    moved = next((report.step for report in steps if report.rng == "differs after"), None)
-    span = f"steps {steps[0].step} to {steps[-1].step}"
     if problems:
         why, step = next(iter(problems.items()))
-        reason = f"the random state could not be restored exactly before step {step}: {why}"
-        return "incomplete", reason, tuple(problems)
-    if first is not None and opening > ROUNDING:
-        return "not-reproduced", _RANDOM.format(opening), ()
-    if first is not None and not within:
-        return "not-reproduced", _NOT_REPRODUCED, ()
+        return found("incomplete", f"the random state could not be restored exactly before step {step}: {why}", *problems)
+    if first is not None and noise.opening() > ROUNDING:
+        return found("not-reproduced", _RANDOM.format(noise.opening()))
+    if beyond is not None:
+        return found("not-reproduced", _NOT_REPRODUCED.format(len(histories), *beyond))
     if no_loss:
         reason = f"no loss was recorded at {len(no_loss)} steps, first at step {no_loss[0]}: pass it to run.step(loss=...)"
-        return "incomplete", reason, (f"loss of step {no_loss[0]}",)
-    if moved is not None:
-        reason = (
-            f"every compared number of {span} is the recorded one, but step {moved} left another random state behind than it "
-            "did when it was recorded"
-        )
-        return "not-reproduced", reason, ()
+        return found("incomplete", reason, f"loss of step {no_loss[0]}")
+    if moved:
+        reason = (_ALIKE if first is None else _NEAR).format(span) + _MOVED.format(moved[0])
+        return found("not-reproduced", reason + (_COMPILED if compiled.issuperset(moved) else ""))
     if first is not None:
-        floor = max(report.noise_ulp for report in steps)
         reason = f"the replays differ from the record no more than from each other (typically {floor:.3g} ULP of float32)"
-        return "within-noise", reason, ()
+        return found("within-noise", reason)
     compared = sum(report.compared for report in steps)
     reason = f"all {compared} compared numbers of {span} are the recorded ones, bit for bit, and so is the random state"
     if unknown:
         reason += f" before each step; after {unknown} of the {len(steps)} steps the record does not know it"
-    return "exact", reason, ()
-
-
-def _distance(series: str, differences: Sequence[Difference]) -> float:
-    return next((d.ulp for d in differences if d.series == series), 0.0)
-
-
-def _is_noise(nearest: Mapping[str, float], typical: float, floors: Mapping[str, float]) -> bool:
-    """`nearest`: distance of the record from the nearest replay, of the series that differ. Between replays that do not differ
-    from each other there is no noise."""
-    if not nearest:
-        return True
-    single = all(ulp <= SINGLE * (floors.get(family(series), 0.0) + 1.0) for series, ulp in nearest.items())
-    return bool(floors) and single and median(nearest.values()) <= TYPICAL * (typical + 1.0)
-
-
-def _noise(seen: Sequence[Observation]) -> dict[str, float]:
-    """Largest distance between any two replays, by series; 0 is left out."""
-    found: dict[str, float] = {}
-    for a, b in combinations(seen, 2):
-        pairs = [(LOSS, a.loss, b.loss)]
-        pairs += [(name, value, b.values[name]) for name, value in a.values.items() if name in b.values and comparable(name)]
-        for name, left, right in pairs:
-            distance = ulps(left, right)
-            if distance:
-                found[name] = max(found.get(name, 0.0), distance)
-    return found
+    return found("exact", reason)
 
 
 # -- which layer

@@ -60,6 +60,13 @@ class World:
             if answer:
                 raise _error(rank, *json.loads(answer)) from own
 
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank; the same answer on all."""
+        ranks = Ranks.current()
+        if ranks.world_size == 1 or store() is None:
+            return here
+        return "yes" in ranks.gather("yes" if here else "no", timeout=SECONDS, what="trackbridge.replay.rerun")
+
     def verdict(self, report: ReplayReport) -> ReplayReport:
         """The report of the rank with the worst verdict, the same on all ranks; `verdicts` has each one's."""
         ranks = Ranks.current()
