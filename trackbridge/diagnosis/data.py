@@ -178,9 +178,9 @@ def label_fault(view: View, case: Case) -> None:
             known = view.batches.known or (not view.batches.tensors and seen)
             weight = SOLID if known else 0  # modules that look up or normalise hide what the inputs were
             case.add(weight, f"at the onset the loss is {number(loss)} sigmas up while activations are as usual ({most})")
-            case.add(0, "so the targets changed, not the inputs or the weights")
+            case.add(0, "a loss that rises while activations stay speaks of the targets, not of the inputs or the weights")
             if known and act[1] < loss / JUMPED:
-                case.add(WEAK, "and by far")
+                case.add(WEAK, "the loss rose by far more than any activation")
         elif act[1] > 2 * JUMPED:
             case.against(STRONG, f"{act[0]} moved {number(act[1])} sigmas: the inputs or the weights changed")
         else:
