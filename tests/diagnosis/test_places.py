@@ -112,3 +112,59 @@ def test_garbage_among_known_tokens_is_told_from_new_tokens_in_a_usual_text() ->
     assert seen["rare"]["new"] > 0.2 and seen["garbage"]["new"] > 0.1
     assert seen["garbage"]["mixture"] > 3 * most and seen["rare"]["mixture"] < 1.5 * most
     assert seen["garbage"]["variety"] > max(one["variety"] for one in usual) > seen["rare"]["variety"]
+
+
+def test_the_head_is_known_by_its_place_where_its_name_says_nothing() -> None:
+    story = whole_head(one_number=False)
+    story.series = {name.replace("lm_head", "decoder"): values for name, values in story.series.items()}
+    story.series["layer/decoder.weight/weight_max"] = story.series["layer/decoder.weight/weight_norm"] * 0.1
+    found = story.told()[1]
+    assert found[0].name == "embedding-instability"
+    assert "hardware-fault" not in [hypothesis.name for hypothesis in found[: place(found, "unknown")]]
+
+
+def test_an_embedding_that_puts_out_more_is_no_single_number_even_before_its_weight_is_measured() -> None:
+    story = Story().spike(30).gradients(3, 30)
+    for statistic in ("rms", "max"):
+        story.series[f"act/embed/{statistic}"][AT:] *= 40
+    story.series = {name: values for name, values in story.series.items() if "weight_norm" not in name}
+    found = story.told()[1]
+    assert found[0].name == "embedding-instability"
+    story.series["act/embed/rms"][AT:] /= 20  # a few elements of it alone
+    assert "embedding-instability" not in [hypothesis.name for hypothesis in story.told()[1][:1]]
+
+
+def test_a_batch_of_one_token_is_no_rare_token_and_garbage_with_new_tokens_is_told_from_neither() -> None:
+    def told(now: list[float]) -> tuple[Hypothesis, ...]:
+        story = Story().spike(1).gradients(3, 1)
+        usual = np.random.default_rng(3).integers(0, 9, (STEPS, 4)).astype(float)
+        usual[AT] = now
+        story.series["act/embed/kurtosis"][AT] = 12.0
+        for k in range(4):
+            story.series[f"embedding/hottest_row/embed{f'/{k + 1}' if k else ''}"] = usual[:, k]
+        data = rows(story.series)
+        return diagnose(watch_all(Watch(), data)[0], data)
+
+    one = told([77.0, np.nan, np.nan, np.nan])
+    assert one[0].name == "corrupt-batch" and "rare-token" not in [hypothesis.name for hypothesis in one[:2]]
+    some = told([208.0, 231.0, 1.0, 2.0])
+    assert some[0].name == "unknown"
+    assert {hypothesis.name for hypothesis in some[1:4]} >= {"corrupt-batch", "rare-token"}
+
+
+def test_a_weight_that_grows_as_a_whole_makes_no_outliers_and_may_leave_fp16() -> None:
+    story = Story()
+    grown = np.maximum(1.12 ** (np.arange(STEPS) - AT + 20), 1)
+    story.series["train/loss"][AT:] += np.linspace(1, 6, STEPS - AT)
+    story.series["train/loss_scale"] = np.full(STEPS, 1024.0)
+    weight = "layer/blocks.0.mlp.weight"
+    story.series[f"{weight}/weight_max"] = 0.5 * story.series[f"{weight}/weight_norm"]
+    for name in (f"{weight}/weight_norm", f"{weight}/weight_max", "act/blocks.0/max", "act/blocks.0/rms"):
+        story.series[name] = story.series[name] * grown
+    found = story.told()[1]
+    assert found[0].name != "activation-outliers"
+    assert any("fp16 does not hold it" in text for text in found[place(found, "fp16-overflow")].evidence_for)
+    story.series[f"{weight}/weight_max"] *= grown  # a few of its elements
+    few = story.told()[1]
+    named = ["activation-outliers" in [hypothesis.name for hypothesis in each] for each in (found, few)]
+    assert named == [False, True]

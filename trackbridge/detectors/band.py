@@ -9,10 +9,12 @@ Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scal
     steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
     tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
 
-A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1))`` with ``t = max(1, tail / tail_free)``: a series whose
-ordinary batches are heavy-tailed gets a wider band. The tail is learned from values *inside* the band, and from the first
-of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach nothing. Excursions below
-the band are silent, and the band follows after `accept_below` values: for everything we judge, less is good news.
+A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1)) * (1 + (young / seen)^2)`` with ``t = max(1, tail /
+tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band. So does a young one: its scale is an estimate
+from few values, so that quantiles are wider, as Student's are beside Gaussian ones. The tail is learned from values *inside*
+the band, and from the first of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach
+nothing. Excursions below the band are silent, and the band follows after `accept_below` values: for everything we judge, less
+is good news.
 
 An excursion that stays settled (its fast and slow averages agree to within the noise) for `accept_after` values is a lasting
 new level: the band moves there and says "shift" once. One that never settles is accepted after `patience` values.
@@ -43,6 +45,7 @@ _TAIL_CAP = 3.5
 _TAIL_PRIOR = 0.0125  # a new series counts as mildly heavy-tailed until `_TAIL_START` values have spoken
 _TAIL_START = 100
 _FALLING = -1.0  # sigmas below its base at which a loss counts as falling
+_DRIFT_SCALES = 3.0  # scales of the global gradient norm that make a drift of it in any case
 _TAIL_OF_SPIKE = 20  # values after an excursion in which no drift begins
 _YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
 
@@ -62,6 +65,7 @@ class Tuning:
     tail_gain: float = 1 / 800
     tail_free: float = 0.0125
     tail_span: float = 5.0
+    young: float = 26.0
     accept_below: int = 5
     settled: float = 1.5
 
@@ -133,7 +137,8 @@ class BandDetector(SeriesState):
         ahead, own, scale, expected, factor = self._ahead()
         u = (x - expected) / scale
         score = units.skewed(u, scale, expected, factor, self.signed)
-        above, below = self._outside(score, units.bar * (widen * factor), ok & (seen >= cfg.warmup))
+        bar = np.maximum(units.bar * (widen * factor), units.least / scale)
+        above, below = self._outside(score, bar, ok & (seen >= cfg.warmup))
         learn = ok & ~above & ~below
 
         verdicts = [
@@ -161,12 +166,13 @@ class BandDetector(SeriesState):
         expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
         weight = np.maximum(self.tail, tune.tail_free)
         factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
+        factor *= 1.0 + np.square(tune.young / np.maximum(self.seen, 1))
         return ahead, own, scale, expected, factor
 
     def upper(self) -> list[float]:
         """The largest next value of each series, in its own unit, that is in its band; infinity before the warm-up is over."""
         _, _, scale, expected, factor = self._ahead()
-        most = self.units.bar * factor
+        most = np.maximum(self.units.bar * factor, self.units.least / scale)
         most = np.where(self.run > 0, np.minimum(most, self.settings.release), most)
         value = expected + self.units.unskewed(most, scale, expected, factor, self.signed) * scale
         ready = self.seen >= self.settings.warmup
@@ -275,7 +281,9 @@ class BandDetector(SeriesState):
             eligible &= self._is_loss
         widened = np.sqrt(factor)
         under_way = self.drifting()
-        begun = self.drift.update(step, x, scale, learn, young, eligible, widened, material)
+        # Over some 15 steps the norm of small batches' gradients wanders more than over some 500.
+        larger = np.maximum(material, np.minimum(units.gradient_material, _DRIFT_SCALES * scale))
+        begun = self.drift.update(step, x, scale, learn, young, eligible, widened, larger)
         slow = self.slow_drift.update(
             step, x[heads], scale[heads], learn[heads], young[heads],
             eligible[heads] & (self.seen[heads] >= self.slow_drift.warmup),

@@ -45,6 +45,8 @@ class Units:
         self.any_offset = bool(self.offset.any())
         self.relative_floor: FloatArray = np.where(self.log, 0.0, settings.floor)
         self.fixed_floor: FloatArray = np.where(self.log, settings.log_floor, 1e-12)
+        whole = np.array([is_global_gradient(name) for name in series], float).reshape(n)
+        self.least: FloatArray = math.log(settings.grad_least) * whole
         self.material: FloatArray = np.where(self.log, settings.log_drift, 0.0)
         self.material_share: FloatArray = np.where(self.log, 0.0, settings.least_drift)
         bars = [
@@ -53,6 +55,7 @@ class Units:
             for name in series
         ]  # fmt: skip
         self.bar: FloatArray = np.array(bars, float).reshape(n)
+        self.gradient_material: FloatArray = settings.grad_drift * whole
         # The size of an update follows the learning rate, so it drifts by design.
         self.drifts: BoolArray = np.array([not name.endswith("_ratio") for name in series], bool).reshape(n)
 

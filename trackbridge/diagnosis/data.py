@@ -11,6 +11,8 @@ _AT_ONCE = 4.0  # sigmas at the onset itself: wrong labels need no time
 _MANY = 0.02  # a share of new tokens from which they could move the loss
 
 
+_ALIKE = "no batch is recorded, and rare tokens and garbage with such tokens in it look alike"
+
 WORDS = {
     "new": "share of new values", "pairs": "share of new neighbours", "share": "share of the most frequent value",
     "mixture": "distance of the known tokens' shares from those of earlier batches",
@@ -101,16 +103,35 @@ def corrupt_batch(view: View, case: Case) -> None:
         case.against(STRONG, f"the batches after it are like it: {stays}")
     saw = view.moved_first_module if not view.batches.tensors and not view.gradual else None
     hot = view.hot_rows if not view.batches.tensors and not view.gradual else None
-    if hot is not None and hot[1] > 1 and len(hot[0]) == hot[1]:
+    if hot is not None and one_token(hot):
+        few = f"the gradient of the embedding is in {hot[1]} of its rows, usually in {hot[2]} or more"
+        case.add(SOLID, f"no batch is recorded, but {few}: the same over and over")
+    elif hot is not None and hot[1] > 1 and len(hot[0]) == hot[1]:
         rows = ", ".join(map(str, hot[0]))
         case.add(SOLID, f"no batch is recorded, but the hottest rows of the embedding never were so hot before: {rows}")
         case.add(WEAK, "not one of them is a usual one")
     if saw is not None and saw[1] > _CALM:
         case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
+        if new_among_usual(view):
+            case.against(SOLID, _ALIKE)
     elif not view.batches.tensors and not view.gradual and view.input_module is None and (view.loss_jump or 0.0) > JUMPED:
         case.add(0, "no batch is recorded, and no measured module would show what the inputs were")
     if case.supports:
         abrupt(view, case)
+
+
+def one_token(hot: tuple[list[int], int, int]) -> bool:
+    """Hardly any row of the embedding has a gradient, where usually several have."""
+    return 2 * hot[1] <= hot[2] and hot[2] > 2
+
+
+def new_among_usual(view: View) -> bool:
+    """No batch is recorded, some but not all of the hottest rows are new, and the embedding put out something else than usual:
+    rare tokens do that, and garbage does."""
+    hot, saw = view.hot_rows, view.moved_first_module
+    if view.batches.tensors or hot is None or one_token(hot) or not 0 < len(hot[0]) < hot[1]:
+        return False
+    return saw is not None and saw[1] > _CALM
 
 
 @rule("rare-token", intervention="skip-batch")
@@ -127,6 +148,10 @@ def rare_token(view: View, case: Case) -> None:
     if hot is not None and hot[0]:
         rows = ", ".join(map(str, hot[0]))
         case.add(SOLID, f"the largest gradients of the embedding are those of tokens that never had them before: {rows}")
+        if one_token(hot):
+            case.against(STRONG, f"of no others: {hot[1]} rows of the embedding have a gradient, usually {hot[2]} or more")
+        elif new_among_usual(view):
+            case.against(SOLID, _ALIKE)
     if not case.supports:
         return
     rises = {name: z for name in view.family("layer/", "/grad_norm") if (z := view.rise(name)) is not None}
@@ -141,7 +166,7 @@ def rare_token(view: View, case: Case) -> None:
         garbage = []
     for one in garbage:
         case.against(STRONG if share > _MANY else SOLID, f"more than rare tokens: {words(*one, view.onset)}")
-    if not garbage and foreign is None:
+    if not garbage and foreign is None and view.batches.tensors:
         case.add(WEAK, "the other tokens are the usual ones")
     abrupt(view, case)
 
@@ -188,7 +213,7 @@ def label_fault(view: View, case: Case) -> None:
     if not case.supports:
         return
     if not view.batches.tensors and view.hot_rows is not None:
-        new, count = view.hot_rows
+        new, count, _ = view.hot_rows
         if new:
             case.against(STRONG, f"{len(new)} of the {count} hottest rows of the embedding never were so hot before")
         else:

@@ -10,11 +10,11 @@ from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import (
     JUMPED,
     LATER,
+    Grown,
     View,
     in_steps,
     is_attention,
     is_embedding,
-    is_head,
     is_query_or_key,
     number,
     times,
@@ -23,8 +23,12 @@ from trackbridge.diagnosis.view import (
 FP16_MAX = 65504.0
 _GROWN = 1.6  # of an activation over some 50 steps
 _APART = 4.0  # times `JUMPED`, from which a jump is no part of what moved before it
+_FEW = 3.0  # times what the root mean square of a module's output rose, from which a few of its elements make it
 _ALL_OF_IT = 0.9  # of a weight's norm in one element
+_OTHER = 1.5  # times or part of a weight's norm, from which it is another weight
 _BROKE = 2.5  # times its size, from which growth may show all at once
+_STEADY, _FAST, _SOON = 8, 1.1, 40  # steps of growth, its least factor in one, steps ahead
+_WHOLE = 1.3  # a weight's largest element grows at most so much more than its norm where all of it grows
 _ALONE = 3.0  # times the change of any other layer: what an update does to all is no damage to one
 
 
@@ -45,9 +49,29 @@ def fp16_overflow(view: View, case: Case) -> None:
             case.add(SOLID, f"{broken[0]} counts what did not fit")
     if view.anomaly.kind == "nonfinite" and case.supports:
         case.add(WEAK, "non-finite values under a loss scaler" if len(scales) else "then values were not finite")
+    pace = _pace(view) if len(scales) and edge is None else None
+    if pace is not None:
+        name, factor, left = pace
+        how = f"{name} grows {times(factor)} a step under a loss scaler"
+        case.add(SOLID, f"{how}: fp16 does not hold it {in_steps(left)} later")
     bad, at = view.batches.nonfinite()
     if bad:
         case.against(STRONG + WEAK, f"the batch of step {at} itself holds {bad} non-finite values")
+
+
+def _pace(view: View) -> tuple[str, float, int] | None:
+    """(series, its growth in a step, steps until it leaves what fp16 holds) of the activation that will do so first, where one
+    has been growing from step to step up to the end of the window, and would within `_SOON` steps."""
+    found = []
+    for name in view.family("act/", "/max"):
+        last = view.series(name)[1][-_STEADY - 1 :]
+        if len(last) <= _STEADY or not (np.isfinite(last) & (last > 0)).all() or last[-1] >= FP16_MAX:
+            continue
+        factor = float((last[-1] / last[0]) ** (1 / _STEADY))
+        if factor > _FAST and (np.diff(last) > 0).mean() > 0.8:
+            found.append((float(np.log(FP16_MAX / last[-1]) / np.log(factor)), factor, name))
+    left, factor, name = min(found, default=(np.inf, 0.0, ""))
+    return (name, factor, int(np.ceil(left))) if left <= _SOON else None
 
 
 def _near_the_edge(view: View) -> tuple[float, str] | None:
@@ -82,7 +106,19 @@ def activation_outliers(view: View, case: Case) -> None:
         _not_downstream(view, case, grown[0][1])
     if view.lr_jumped and view.lr_jump is not None:
         case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, which explains the growth")
+    whole = _grew_as_a_whole(view)
+    if whole is not None:
+        case.against(STRONG, f"{whole[1]} had grown {times(whole[0])}, all of it alike: no few elements stand out of it")
     _not_elsewhere(view, case, hidden=True)
+
+
+def _grew_as_a_whole(view: View) -> Grown | None:
+    """The weight that grew most, if its norm more than doubled and its largest element grew no more than that."""
+    for factor, name in view.grown_weights[:1]:
+        top = view.growth(name.removesuffix("_norm") + "_max")
+        if factor > 2.0 and top is not None and top < _WHOLE * factor:
+            return factor, name
+    return None
 
 
 def _not_sudden(view: View, case: Case, growth: float) -> None:
@@ -111,7 +147,7 @@ def _not_elsewhere(view: View, case: Case, *, hidden: bool) -> None:
     if hidden and first is not None and is_embedding(first):
         case.against(STRONG, f"the growth begins in {first}")
     own = [name for _, name in view.grown_weights]
-    for part, test in (("attention", is_attention), ("the embedding or the head", lambda n: is_embedding(n) or is_head(n))):
+    for part, test in (("attention", is_attention), ("the embedding or the head", view.is_outer)):
         if own and test(own[0]):
             case.against(STRONG, f"the weight that grew most is one of {part}: {own[0]}")
     if view.clipping_lost is not None:
@@ -170,7 +206,7 @@ def _gradients_apart(view: View) -> tuple[str, float, float] | None:
 
 @rule("embedding-instability", intervention="lower-lr=0.5")
 def embedding_instability(view: View, case: Case) -> None:
-    weights = [(factor, name) for factor, name in view.grown_weights if is_embedding(name) or is_head(name)]
+    weights = [(factor, name) for factor, name in view.grown_weights if view.is_outer(name)]
     if weights:
         factor, name = weights[0]
         case.add(
@@ -178,18 +214,22 @@ def embedding_instability(view: View, case: Case) -> None:
             f"{name} had grown {times(factor)}, more than other layers",
         )
     changed = _changed_weight(view)
-    if changed is not None and (is_embedding(changed[0]) or is_head(changed[0])) and not _single_element(view, changed[0]):
+    if changed is not None and view.is_outer(changed[0]) and not _single_element(view, changed[0]):
         case.add(
             STRONG + SOLID,
             f"{changed[0]} changed {times(changed[1])} in between, in many of its elements; other weights did not",
         )
-    sites = view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t) if is_embedding(n) or is_head(n)], 1.3)
+    larger = _larger_output(view) if changed is None else None
+    if larger is not None:
+        site, factor = larger
+        case.add(SOLID + WEAK, f"from one step to the next all that {site} puts out is {times(factor)} as large, and stays so")
+    sites = view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t) if view.is_outer(n)], 1.3)
     if sites and (weights or is_embedding(sites[0][1])):
         case.add(SOLID, f"{sites[0][1]} had grown {times(sites[0][0])}")
     mover = view.mover
-    if mover is not None and view.lead >= 2 and (is_embedding(mover[0]) or is_head(mover[0])):
+    if mover is not None and view.lead >= 2 and view.is_outer(mover[0]):
         case.add(SOLID if case.supports else WEAK, f"{mover[0]} left its band {in_steps(view.lead)} before the onset")
-    if case.supports and changed is None:
+    if case.supports and changed is None and larger is None:
         _not_sudden(view, case, weights[0][0] if weights else 0.0)
         if weights:
             _not_downstream(view, case, weights[0][1])
@@ -197,6 +237,19 @@ def embedding_instability(view: View, case: Case) -> None:
         case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, which explains the growth")
     if case.supports and input_oddities(view):
         case.against(SOLID, "the batch of the onset is unusual itself")
+
+
+def _larger_output(view: View) -> tuple[str, float] | None:
+    """(module, factor) where the embedding or the head is the first module that jumped, in all of what it puts out, not in a
+    few elements; the batch is as usual; and it lasts. So its weight changed, measured yet or not."""
+    first = view.first_jump
+    if first is None or not view.batches.known or input_oddities(view) or not _still_out(view):
+        return None
+    site = view.jumps[first[0]][0]
+    top, mean = view.rise(f"act/{site}/max"), view.rise(f"act/{site}/rms")
+    if not view.is_outer(f"act/{site}/rms") or top is None or mean is None or mean < 2.0 or top > _FEW * mean:
+        return None
+    return site, mean
 
 
 def _single_element(view: View, weight: str) -> bool:
@@ -212,7 +265,7 @@ def _single_element(view: View, weight: str) -> bool:
         return False
     site = view.jumps[first[0]][0]
     top, mean = view.rise(f"act/{site}/max"), view.rise(f"act/{site}/rms")
-    return top is not None and mean is not None and top > 3 * mean
+    return top is not None and mean is not None and top > _FEW * mean
 
 
 def _largest_share(view: View, weight: str) -> float | None:
@@ -273,6 +326,9 @@ def hardware_fault(view: View, case: Case) -> None:
     together = _changed_together(view)
     if together:
         case.against(STRONG, f"{len(together)} weights changed together: {together[0][0]}, {together[1][0]}")
+    larger = _larger_output(view) if changed is None else None
+    if larger is not None:
+        case.against(STRONG, f"all that {larger[0]} puts out is {times(larger[1])} as large, not one number of it")
     if view.gradual:
         case.against(STRONG, "it grew over many steps; a number that changes by itself does so in one")
     grown = view.grown_weights or view.grown([n for t in ("/rms", "/max") for n in view.family("act/", t)], _GROWN)
@@ -291,7 +347,7 @@ def hardware_fault(view: View, case: Case) -> None:
         and first is not None
         and view.anomaly.kind != "nonfinite"
         and view.lasts
-        and _weights_measured(view)
+        and _weights_as_they_were(view)
         and _still_out(view)
     ):
         case.against(STRONG, "the activations stay different while the weights are as they were: no bit flips for so long")
@@ -307,16 +363,16 @@ def _explained(view: View, case: Case, name: str) -> None:
     inside = moments[(steps >= view.onset - 30) & (steps <= view.anomaly.step + 10)]
     if len(inside) > 1 and inside.max() > 0 and (inside[1:] / np.maximum(inside[:-1], 1e-300)).min() < 0.5:
         case.against(STRONG, f"{layer}: its second moment had fallen, so its update was too large")
-    if not (is_embedding(name) or is_head(name)):
+    if not view.is_outer(name):
         return
+    share = _largest_share(view, name)
     if _single_element(view, name):
         lone = view.lone_unit(layer.removeprefix("layer/"))
-        share = _largest_share(view, name)
         if share is not None:
             case.add(SOLID, f"one number in it: its largest element has {share:.0%} of its norm")
         elif lone is not None:
             case.add(SOLID, f"one number in it: since the onset all of {lone.removesuffix('_max')} is one element")
-    elif view.first_jump is not None:
+    elif view.first_jump is not None or share is not None:
         case.against(STRONG, "many of its elements changed, not one")
 
 
@@ -330,26 +386,36 @@ def _still_out(view: View) -> bool:
     return z is not None and z > JUMPED
 
 
-def _weights_measured(view: View) -> bool:
-    return any(len(view.near(name, 10)) for name in view.family("layer/", "/weight_norm")[:1])
+def _weights_as_they_were(view: View) -> bool:
+    """The weights were measured since the onset, and none is another than before."""
+    changes = _weight_changes(view)
+    return bool(changes) and all(abs(np.log(factor)) < np.log(_OTHER) for factor, _ in changes.values())
 
 
 def _changed_weight(view: View) -> tuple[str, float, float] | None:
-    """(series, factor, sigmas) of a weight norm that changed between two measurements around the onset while those of most
-    layers did not change unusually."""
-    found = {}
-    for name in view.family("layer/", "/weight_norm"):
-        steps, values = view.series(name)
-        change = trends.step_change(steps, values, view.onset, 10)
-        if change is not None:
-            found[name] = change
+    """(series, factor, sigmas) of a weight norm that grew between two measurements around the onset while those of other
+    layers changed far less. Where its own module is the first that jumped, they may have changed more: by then they were
+    updated with the gradients that it made."""
+    found = _weight_changes(view)
     if len(found) < 2:
         return None
     ordered = sorted(found, key=lambda name: abs(np.log(found[name][0])), reverse=True)
     factor, sigmas = found[ordered[0]]
-    if factor > 1.1 and sigmas > 2 * JUMPED and np.log(factor) > _ALONE * abs(np.log(found[ordered[1]][0])):
+    ahead = np.log(factor) / max(abs(np.log(found[ordered[1]][0])), 1e-12)
+    began_there = view.first_jump is not None and ordered[0].startswith(f"layer/{view.jumps[view.first_jump[0]][0]}.")
+    if factor > 1.1 and sigmas > 2 * JUMPED and ahead > (_ALONE / 2 if began_there else _ALONE):
         return ordered[0], factor, sigmas
     return None
+
+
+def _weight_changes(view: View) -> dict[str, tuple[float, float]]:
+    """{series: (factor, sigmas)} of weight norms between the measurements before and after the onset."""
+    found = {}
+    for name in view.family("layer/", "/weight_norm"):
+        change = trends.step_change(*view.series(name), view.onset, 10)
+        if change is not None:
+            found[name] = change
+    return found
 
 
 def _lone_gradient(view: View) -> tuple[str, float] | None:

@@ -9,6 +9,7 @@ from trackbridge.diagnosis.view import View, in_steps, number, times
 
 _TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
 _STALE = 0.3  # of one between two measurements: less than a decay of 0.9 allows in ten steps
+_ONE_DID = 3.0  # times the size of a single weight, which then made the gradients by itself
 _FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
 
 
@@ -69,7 +70,8 @@ def gradient_explosion(view: View, case: Case) -> None:
         case.against(SOLID, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, before the gradient did")
     only = view.grown_weights
     if only and len(only) <= max(3, len(view.family("layer/", "/weight_norm")) // 6):
-        case.against(SOLID, f"few weights had grown: {only[0][1]} {times(only[0][0])}")
+        weight = STRONG if only[0][0] > _ONE_DID else SOLID
+        case.against(weight, f"few weights had grown: {only[0][1]} {times(only[0][0])}")
 
 
 def _clipping(view: View, case: Case) -> None:

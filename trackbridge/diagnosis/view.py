@@ -29,6 +29,7 @@ _TOKENS_FROM, _SELDOM = 32, 0.2  # steps before the onset, and the share of new 
 _LOOKBACK = 64  # a first mover from further back is another story
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe)([._/]|$)", re.IGNORECASE)
 _HEAD = re.compile(r"(^|[._/])(\w*head|out|output|classifier|fc|final|logits|score)([._/]|$)", re.IGNORECASE)
+_NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln(_\w+|\d+)?|bn\d*)([._/]|$)", re.IGNORECASE)
 _QUERY_KEY = re.compile(
     r"(^|[._/])(q|k|wq|wk|qk|qkv|query|key|query_key_value|c_attn|q_proj|k_proj|qkv_proj|in_proj\w*)([._/]|$)", re.IGNORECASE
 )
@@ -294,6 +295,21 @@ class View:
         """In the model's order."""
         return list(dict.fromkeys(n[6:].rpartition("/")[0] for n in self.names if n.startswith("layer/")))
 
+    def is_output(self, name: str) -> bool:
+        """The series `name` is of the output layer: by its name or, where no parameter has such a name, by its place: the last
+        weight, if it is no normalisation's and of no numbered block."""
+        if is_head(name):
+            return True
+        if any(is_head(parameter) for parameter in self.parameters):
+            return False
+        last = next((p.rpartition(".")[0] for p in reversed(self.parameters) if p.endswith(".weight") and not is_norm(p)), "")
+        numbered = any(part.isdigit() for part in last.split("."))
+        return bool(last) and not numbered and name.partition("/")[2].startswith((f"{last}.", f"{last}/"))
+
+    def is_outer(self, name: str) -> bool:
+        """The series `name` is of an embedding or of the output layer."""
+        return is_embedding(name) or self.is_output(name)
+
     def downstream(self, name: str) -> bool:
         """The part that the series `name` measures comes after the module whose output jumped first at the onset: what enters
         there was no cause."""
@@ -316,10 +332,10 @@ class View:
         return self.sites[0] if self.parameters[0].rpartition(".")[0] == self.sites[0] else None
 
     @cached_property
-    def hot_rows(self) -> tuple[list[int], int] | None:
+    def hot_rows(self) -> tuple[list[int], int, int] | None:
         """(token ids among the embedding rows with the largest gradients at the onset that never were among them before, how
-        many rows that are): what the inputs were, where no batch is recorded. None where it is not measured, or where new ones
-        are usual."""
+        many rows that are, how many they usually are): what the inputs were, where no batch is recorded. None where it is not
+        measured, or where new ones are usual."""
         series = [self.series(name) for name in self.names if name.startswith("embedding/hottest_row/")]
         by_step: dict[int, set[int]] = {}
         for steps, values in series:
@@ -336,7 +352,8 @@ class View:
             fresh += len(rows - seen)
             seen |= rows
         usual = fresh / max(sum(map(len, before[len(before) // 2 :])), 1)
-        return (sorted(now - seen), len(now)) if usual < _SELDOM else None
+        many = int(np.median([len(rows) for rows in before]))
+        return (sorted(now - seen), len(now), many) if usual < _SELDOM else None
 
     def lone_unit(self, parameter: str) -> str | None:
         """The series of a gradient before `parameter` in the model that one element alone has had all of since the onset, and
@@ -386,6 +403,11 @@ def is_embedding(name: str) -> bool:
 def is_head(name: str) -> bool:
     """By name: the output layer."""
     return bool(_HEAD.search(name)) and not is_attention(name)
+
+
+def is_norm(name: str) -> bool:
+    """By name: a normalisation."""
+    return bool(_NORM.search(name))
 
 
 def is_attention(name: str) -> bool:
