@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, tracking
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +19,7 @@ from tests.replays import SETTINGS
 from tests.test_ranks import torchrun
 from tests.training import loader
 from trackbridge.history import RunRecord, runs
+from trackbridge.intake import Intake
 from trackbridge.journal import JournalReader
 from trackbridge.records import Params, StepContext
 from trackbridge.rundir import RunDirectory
@@ -108,6 +110,18 @@ def test_a6_c7_a_loss_scaler(tmp_path: Path) -> None:
     steps, norms = record.series("grad/norm")
     assert norms.tolist() == pytest.approx([2.0] * 30) and not {3, 4} & set(steps.tolist())
     assert values(record, "train/loss_scale")[4] == 2.0**14
+
+
+def test_clipping_by_value_under_a_loss_scaler_unscales_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to unscale a gradient twice."""
+    line = Line(tmp_path)
+    line.accelerator.scaler = line.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    line.optimizer.__setstate__(vars(line.optimizer))
+    line.accelerator.native_amp = True
+    monkeypatch.setitem(line.accelerator.state._shared_state, "_mixed_precision", "fp16")
+    record = line.train(clip="clip_grad_value_")
+    assert values(record, "grad/norm") == pytest.approx([2.0] * 8)
+    assert values(record, "grad/norm_clipped") == pytest.approx([0.2] * 8, rel=1e-4)
 
 
 def test_several_optimizers_make_one_step_and_have_a_loss_each(tmp_path: Path) -> None:
@@ -227,6 +241,33 @@ def test_b2_c5_d10_a_resume_goes_on_with_the_same_run(tmp_path: Path) -> None:
     later = [micro for context in contexts(record)[-16:] for micro in context.micro]
     assert [micro.sample_ids[0] // 4 for micro in later] == [8, 9, 10, 11, *range(12)]
     assert [(micro.epoch, micro.index) for micro in later] == [(0, n) for n in range(8, 12)] + [(1, n) for n in range(12)]
+
+
+def test_the_newest_checkpoint_is_accelerates_to_find(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    project = {"project_dir": str(tmp_path / "project"), "automatic_checkpoint_naming": True}
+    first = Line(tmp_path, project_config=ProjectConfiguration(**project))
+    first.train()
+    first.accelerator.save_state()
+    second = Line(tmp_path, project_config=ProjectConfiguration(**project))
+    second.accelerator.load_state()
+    assert f"this checkpoint is of run {first.run.id}" in caplog.text
+    assert second.train().series("train/loss")[0].tolist() == list(range(8, 16))
+
+
+def test_errors_of_ours_never_stop_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Training().train(steps=3)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    for name in ("step", "micro", "state_dict", "load_state_dict"):
+        monkeypatch.setattr(trackbridge.Run, name, lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(Intake, "fetched", lambda *args: 1 / 0)
+    training = Training()
+    run = trackbridge.init(dir=tmp_path / "runs", id="broken")
+    batches = trackbridge.accelerate.watch(run, training.accelerator, training.model, training.optimizer, training.loader)
+    training.train(batches, steps=3)
+    assert training.state() == bare.state()
+    training.accelerator.save_state(str(tmp_path / "saved"))
+    training.accelerator.load_state(str(tmp_path / "saved"))
+    run.finish()
 
 
 # trackers

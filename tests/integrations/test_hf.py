@@ -25,6 +25,7 @@ from tests.integrations.hf_kit import (
     wires,
 )
 from trackbridge.errors import ConfigError, UsageError
+from trackbridge.intake import Later
 
 
 def callback(directory: Path, **settings: Any) -> trackbridge.hf.Callback:
@@ -233,6 +234,20 @@ def test_an_exception_that_nobody_sees_ends_the_run_at_the_next_training(tmp_pat
     del made.model.zero_grad
     made.train()
     assert status(left) == "failed" and status(watching.run) == "finished" and wires(made) == set()
+
+
+def test_errors_of_ours_never_stop_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 5, "data": Noisy()}
+    bare = trainer(tmp_path / "bare", **same)
+    bare.train()
+    expected = fingerprint(bare)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    for name in ("step", "micro", "log", "state_dict", "_detach"):
+        monkeypatch.setattr(trackbridge.Run, name, lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(Later, "tell", lambda *args: 1 / 0)
+    seen = trainer(tmp_path / "seen", trackbridge.hf.Callback(dir=tmp_path / "runs"), **same)
+    assert seen.train().global_step == 10
+    assert fingerprint(seen) == expected and wires(seen) == set()
 
 
 class Patient(TrainerCallback):

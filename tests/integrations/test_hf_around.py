@@ -107,8 +107,8 @@ import trackbridge
 from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, trainer
 
 def make(*callbacks, **changes):
-    data = Counting(960, bad=range(16 * 52, 16 * 52 + 16))
-    settings = {"max_steps": 60, "learning_rate": 1e-2, "ddp_backend": "gloo"}
+    data = Counting(576, bad=range(16 * 30, 16 * 30 + 16))
+    settings = {"max_steps": 36, "learning_rate": 1e-2, "ddp_backend": "gloo"}
     return trainer(Path("out"), *callbacks, data=data, kind=InOrder, **settings, **changes)
 
 def build():
@@ -116,16 +116,16 @@ def build():
 
 if __name__ == "__main__":
     watching = trackbridge.hf.Callback(id="two", strict=True, **SETTINGS)
-    made = make(watching, save_strategy="steps", save_steps=50)
+    made = make(watching, save_strategy="steps", save_steps=28)
     made.train()
     if transformers.__version__ >= "5":  # before, it cannot load its optimizer on ranks of a CPU
         again = trackbridge.hf.Callback(dir="runs", strict=True, **SETTINGS)
         made = make(again)
-        made.train(resume_from_checkpoint="out/checkpoint-50")
+        made.train(resume_from_checkpoint="out/checkpoint-28")
         assert again.run.id == "two"
     dist.barrier()  # the first rank has sealed the capsule
     from trackbridge import replay
-    report = replay.rerun(trackbridge.pull("runs/two@52"), build)
+    report = replay.rerun(trackbridge.pull("runs/two@30"), build)
     sys.stdout.write(f"VERDICT {dist.get_rank()} {report.verdict} {report.reason}\\n")
 
     class Diverging(InOrder):
@@ -134,7 +134,7 @@ if __name__ == "__main__":
             return loss * float("nan") if self.state.global_step == 4 and dist.get_rank() == 1 else loss
 
     stopping = trackbridge.hf.Callback(strict=True, stop_on_anomaly=0.5)
-    made = trainer(Path("out"), stopping, data=Counting(960), kind=Diverging, max_steps=60, ddp_backend="gloo")
+    made = trainer(Path("out"), stopping, data=Counting(576), kind=Diverging, max_steps=36, ddp_backend="gloo")
     made.train()
     sys.stdout.write(f"STOPPED {dist.get_rank()} {made.state.global_step}\\n")
     dist.barrier()
@@ -146,23 +146,23 @@ def test_two_ranks_are_one_run_resumed_and_replayed(tmp_path: Path) -> None:
     """DDP on gloo: each rank has its own batches, and its own state beside the checkpoint."""
     out = script(tmp_path, RANKS, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     record = trackbridge.load(tmp_path / "runs" / "two")
-    assert record.series("train/loss")[0].tolist() == list(range(60))
-    assert record.anomalies and {anomaly.step for anomaly in record.anomalies} == {52}
-    assert sorted(path.name for path in (tmp_path / "out" / "checkpoint-50").glob("trackbridge_*")) == [
+    assert record.series("train/loss")[0].tolist() == list(range(36))
+    assert record.anomalies and {anomaly.step for anomaly in record.anomalies} == {30}
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoint-28").glob("trackbridge_*")) == [
         "trackbridge_0.json",
         "trackbridge_1.json",
     ]
     ids = []
     for rank in (0, 1):
-        found = contexts(record.path, rank)[-10:]
+        found = contexts(record.path, rank)[-8:]
         assert {c.attempt for c in found} == ({1} if transformers.__version__ >= "5" else {0})
-        assert [m.index for c in found for m in c.micro] == list(range(100, 120))
+        assert [m.index for c in found for m in c.micro] == list(range(56, 72))
         ids.append([i for c in found for m in c.micro for i in m.sample_ids or ()])
-    assert sorted(ids[0] + ids[1]) == list(range(800, 960))
+    assert sorted(ids[0] + ids[1]) == list(range(448, 576))
     verdicts = sorted(line for line in out.splitlines() if line.startswith("VERDICT"))
     assert [line.split()[2] for line in verdicts] == ["exact", "exact"], out
     stopped = [int(line.split()[2]) for line in out.splitlines() if line.startswith("STOPPED")]
-    assert len(stopped) == 2 and stopped[0] == stopped[1] < 60, "F6: all ranks leave together"
+    assert len(stopped) == 2 and stopped[0] == stopped[1] < 36, "F6: all ranks leave together"
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own
@@ -182,12 +182,12 @@ def test_trl_supervised_finetuning(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     texts = [" ".join(f"w{(row + k) % 30}" for k in range(8)) for row in range(400)]
-    for row in range(8 * 40, 8 * 41):
+    for row in range(8 * 30, 8 * 31):
         texts[row] = " ".join(f"w{(row - 7 * k) % 30}" for k in range(8))
 
     def make(*callbacks: Any) -> SFTTrainer:
         args = SFTConfig(
-            output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=46,
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=36,
             learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, max_length=16, bf16=False,
             shuffle_dataset=False, dataloader_pin_memory=False, logging_steps=1,
         )  # fmt: skip
@@ -205,6 +205,6 @@ def test_trl_supervised_finetuning(tmp_path: Path) -> None:
     assert series(watching.run, "train/loss") == pytest.approx(logged) and wires(made) == set()
     micros = [m for c in contexts(watching.run) for m in c.micro]
     assert [m.sample_ids for m in micros[:2]] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert {a.step for a in watching.run.anomalies} == {40}
-    report = replay.rerun(trackbridge.pull(f"{watching.run.dir}@40"), lambda: trackbridge.hf.rebuild(make()))
+    assert {a.step for a in watching.run.anomalies} == {30}
+    report = replay.rerun(trackbridge.pull(f"{watching.run.dir}@30"), lambda: trackbridge.hf.rebuild(make()))
     assert report.verdict == "exact", report

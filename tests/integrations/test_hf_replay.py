@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import trackbridge
-from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, contexts, fingerprint, series, status, trainer
+from tests.integrations.hf_kit import SETTINGS, Counting, InOrder, contexts, fingerprint, status, trainer
 from trackbridge import replay
 from trackbridge.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-BAD = 52
-STEPS = 60
+EVERY, SAVED, BAD, STEPS = 4, 28, 30, 36
 
 
 def make(out: Any, *callbacks: Any, **changes: Any) -> Any:
@@ -30,17 +29,16 @@ def make(out: Any, *callbacks: Any, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A training that was broken off at step 50, in the middle of an epoch, and resumed from there: two attempts of one run,
-    and what an unbroken training ends in."""
+    """A training that was resumed from step 28, in the middle of an epoch: two attempts of one run, which end in the same."""
     directory = tmp_path_factory.mktemp("recorded")
     first = trackbridge.hf.Callback(dir=directory / "runs", strict=True, **SETTINGS)
-    saving = {"save_strategy": "steps", "save_steps": 25}
+    saving = {"save_strategy": "steps", "save_steps": EVERY}
     made = make(directory / "out", first, **saving)
     made.train()
     straight = fingerprint(made)
     second = trackbridge.hf.Callback(dir=directory / "runs", strict=True, **SETTINGS)
     made = make(directory / "out", second, **saving)
-    made.train(resume_from_checkpoint=str(directory / "out" / "checkpoint-50"))
+    made.train(resume_from_checkpoint=str(directory / "out" / f"checkpoint-{SAVED}"))
     assert second.run.id == first.run.id and fingerprint(made) == straight
     assert [a.step for a in first.run.anomalies] == [a.step for a in second.run.anomalies] == [BAD]
     return directory, second.run.id
@@ -51,13 +49,13 @@ def test_a_resume_goes_on_with_the_same_run(recorded: tuple[Path, str]) -> None:
     record = trackbridge.load(directory / "runs" / run_id)
     assert record.series("train/loss")[0].tolist() == list(range(STEPS)) and record.status == "finished"
     assert record.series("train/tokens")[1].tolist() == [72.0 * (step + 1) for step in range(STEPS)]
-    found = contexts(record.path)
-    assert [c.attempt for c in found[-10:]] == [1] * 10
-    micros = [micro for context in found[-10:] for micro in context.micro]
-    assert [(m.loader, m.epoch, m.index) for m in micros] == [(0, 0, k) for k in range(100, 120)]
-    assert [m.sample_ids for m in micros] == [tuple(range(4 * k, 4 * k + 4)) for k in range(100, 120)]
-    state = json.loads((directory / "out" / "checkpoint-50" / "trackbridge_0.json").read_text())
-    assert state["run_id"] == run_id and state["step"] == 50
+    again = contexts(record.path)[SAVED - STEPS :]
+    assert {c.attempt for c in again} == {1}
+    micros, numbers = [micro for context in again for micro in context.micro], range(2 * SAVED, 2 * STEPS)
+    assert [(m.loader, m.epoch, m.index) for m in micros] == [(0, 0, k) for k in numbers]
+    assert [m.sample_ids for m in micros] == [tuple(range(4 * k, 4 * k + 4)) for k in numbers]
+    state = json.loads((directory / "out" / f"checkpoint-{SAVED}" / "trackbridge_0.json").read_text())
+    assert state["run_id"] == run_id and state["step"] == SAVED
 
 
 def test_exact_over_the_resume(recorded: tuple[Path, str], tmp_path: Path) -> None:
@@ -65,7 +63,7 @@ def test_exact_over_the_resume(recorded: tuple[Path, str], tmp_path: Path) -> No
     its fetch and its use (D5)."""
     directory, run_id = recorded
     capsule = trackbridge.pull(f"{directory / 'runs' / run_id}@{BAD}")
-    assert capsule.tier == "re-execute" and capsule.steps[0] == 50, capsule.steps
+    assert capsule.tier == "re-execute" and capsule.steps[0] == SAVED, capsule.steps
     own = trackbridge.hf.Callback(dir=tmp_path / "runs")
     report = replay.rerun(capsule, lambda: trackbridge.hf.rebuild(make(tmp_path / "out", own)))
     assert report.verdict == "exact", report
@@ -113,25 +111,30 @@ def test_a_changed_training_is_not_exact(recorded: tuple[Path, str], tmp_path: P
         assert report.verdict == "not-reproduced", (change, report)
 
 
-def test_from_the_trainers_own_checkpoint(tmp_path: Path) -> None:
+def test_from_the_trainers_own_checkpoint(recorded: tuple[Path, str], tmp_path: Path) -> None:
     """Where no snapshot is kept, the window begins at the newest checkpoint."""
+    directory, _ = recorded
     watching = trackbridge.hf.Callback(dir=tmp_path / "runs", **{**SETTINGS, "recorder": {"snapshot_every": 0}})
-    make(tmp_path / "out", watching, save_strategy="steps", save_steps=50).train()
+    made = make(tmp_path / "out", watching, save_strategy="steps", save_steps=EVERY)
+    made.train(resume_from_checkpoint=str(directory / "out" / f"checkpoint-{SAVED - EVERY}"))
     capsule = trackbridge.pull(f"{watching.run.dir}@{BAD}")
-    assert capsule.checkpoint is not None and capsule.steps[0] == 50
+    assert capsule.checkpoint is not None and capsule.steps[0] == SAVED
     report = replay.rerun(capsule, lambda: trackbridge.hf.rebuild(make(tmp_path / "out")))
     assert report.verdict == "exact", report
 
 
-def test_a_checkpoint_made_without_trackbridge_is_a_new_run_at_its_step(tmp_path: Path) -> None:
-    make(tmp_path / "out", save_strategy="steps", save_steps=25).train()
+@pytest.mark.parametrize("state", ["none", "damaged"])
+def test_a_checkpoint_without_a_run_begins_one_at_its_step(recorded: tuple[Path, str], tmp_path: Path, state: str) -> None:
+    directory, run_id = recorded
+    checkpoint = Path(shutil.copytree(directory / "out" / f"checkpoint-{SAVED}", tmp_path / "old"))
+    (checkpoint / "trackbridge_0.json").unlink()
+    if state == "damaged":
+        (checkpoint / "trackbridge_0.json").write_text("{")
     watching = trackbridge.hf.Callback(dir=tmp_path / "runs", strict=True)
-    make(tmp_path / "out", watching).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-50"))
-    assert trackbridge.load(watching.run.dir).series("train/loss")[0].tolist() == list(range(50, STEPS))
-    (tmp_path / "out" / "checkpoint-50" / "trackbridge_0.json").write_text("{")
-    again = trackbridge.hf.Callback(dir=tmp_path / "runs", strict=True)
-    make(tmp_path / "out", again).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-50"))
-    assert status(again.run) == "finished" and len(series(again.run, "train/loss")) == 10
+    made = trainer(tmp_path / "out", watching, data=Counting(480), max_steps=SAVED + 2)
+    made.train(resume_from_checkpoint=str(checkpoint))
+    assert watching.run.id != run_id and status(watching.run) == "finished"
+    assert trackbridge.load(watching.run.dir).series("train/loss")[0].tolist() == [SAVED, SAVED + 1]
 
 
 def test_rebuild_takes_a_trainer() -> None:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trackbridge
-from tests.integrations.lightning_kit import QUIET, Lit, callback, fit, loss_of, trainer
+from tests.integrations.lightning_kit import QUIET, Lit, callback, fit, loss_of, state, trainer
 from tests.replays import data
 from tests.training import Model, loader, seed_everything
 from trackbridge import replay
 from trackbridge.history import RunRecord
+from trackbridge.integrations.ids import SampleIds
 from trackbridge.journal import JournalReader
 from trackbridge.records import Params, StepContext
 from trackbridge.replay import Rebuilt
@@ -435,6 +436,30 @@ def test_an_exception_marks_the_run_failed_and_leaves_the_trainer_as_it_was(tmp_
     (run,) = trackbridge.history.runs(tmp_path)
     assert (run.status, run.step) == ("failed", 0)
     assert "training_step" not in vars(made.strategy) and "save_checkpoint" not in vars(made) and "forward" not in vars(module)
+
+
+def test_errors_of_ours_never_stop_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    bare = state(fit(ModelCheckpoint(tmp_path / "bare", every_n_train_steps=2), steps=5, **keep))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    for name in ("step", "micro", "fetched", "state_dict", "checkpoint_saved", "_detach"):
+        monkeypatch.setattr(trackbridge.Run, name, lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(SampleIds, "remove", lambda *args: 1 / 0)
+    watching = trackbridge.lightning.Callback(dir=tmp_path / "runs")
+    seen = fit(watching, ModelCheckpoint(tmp_path / "seen", every_n_train_steps=2), steps=5, **keep)
+    assert seen.global_step == 5 and state(seen) == bare
+    assert "training_step" not in vars(seen.strategy) and "save_checkpoint" not in vars(seen)
+
+
+def test_a_trial_of_the_script_stays_on_the_disk_and_another_trainer_is_another_run(tmp_path: Path) -> None:
+    watching = callback(tmp_path, backend="tensorboard")
+    found = []
+    for more in ({"fast_dev_run": 2}, {"steps": 2}, {"steps": 3}):
+        fit(watching, **more)
+        record = record_of(watching)
+        found.append((record.series("train/loss")[0].tolist(), (record.path / "tensorboard").exists()))
+    assert found == [([0], False), ([0, 1], True), ([0, 1, 2], True)]
+    assert len(trackbridge.history.runs(tmp_path)) == 3
 
 
 def test_pytorch_lightning_is_the_same_code_by_another_name(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""Losses that somebody else's loop back-propagates, and gradients that it clips."""
+"""Losses that somebody else's loop back-propagates, and gradients that it scales and clips."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Count = Callable[[Any], int]
+"""Counts the tokens or samples of a batch."""
 
 
 class Losses:
@@ -39,6 +43,22 @@ class Losses:
         """The loss of each optimizer, at the end of a step; None where there is only one, whose losses are the batches'."""
         found, self._of = self._of, {}
         return found or None
+
+
+def mean(micros: Sequence[tuple[Tensor, int]]) -> Tensor | float:
+    """The loss of a step from its micro-batches' losses and weights; of a single one as it is."""
+    if len(micros) == 1:
+        return micros[0][0]
+    return sum(float(loss) * weight for loss, weight in micros) / sum(weight for _, weight in micros)
+
+
+def scale_of(scaler: Any, optimizer: Any) -> Tensor | None:
+    """The loss scale that the gradients of a torch optimizer are still multiplied by; None without one, or once `scaler` (a
+    `torch.amp.GradScaler`) has unscaled them."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    stage = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
+    return scaler._scale if getattr(stage, "name", "READY") == "READY" else None
 
 
 def covers(clipped: Sequence[Tensor], watched: Sequence[Tensor]) -> bool:

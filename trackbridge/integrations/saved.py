@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trackbridge.run import Run
 from trackbridge.rundir import write_atomic
 
 logger = logging.getLogger("trackbridge")
@@ -36,6 +37,14 @@ def read(checkpoint: Path, rank: int) -> dict[str, Any] | None:
         why = str(error)
     logger.warning("trackbridge: %s cannot be read (%s): this training is recorded as a new run", path, why)
     return None
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> None:
+    """`run` goes on from `state`. What of it cannot be used is said, and no reason to stop a training."""
+    try:
+        run.load_state_dict(state)
+    except Exception as error:
+        logger.warning("trackbridge: the run's state in the checkpoint cannot be used as a whole: %r", error)
 
 
 def _file(checkpoint: Path, rank: int) -> Path:

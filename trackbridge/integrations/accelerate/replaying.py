@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trackbridge.errors import UsageError
 from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules
 from trackbridge.integrations.accelerators import torch_optimizer
+from trackbridge.integrations.losses import Count, mean
 from trackbridge.integrations.wires import Wires
 from trackbridge.replay import Rebuilt
 
@@ -24,7 +25,7 @@ def rebuild(
     body: Callable[[Any], object],
     *,
     generators: Mapping[str, Any] | None = None,
-    tokens: Callable[[Any], int] | None = None,
+    tokens: Count | None = None,
 ) -> Rebuilt:
     """What a ``build()`` returns for a loop whose `body` is what it does with one batch, from the forward pass to
     ``optimizer.zero_grad()``, inside ``accelerator.accumulate(model)`` where it is used.
@@ -54,7 +55,7 @@ class _Step:
         accelerator: Any,
         optimizers: Mapping[str, Any],
         body: Callable[[Any], object],
-        tokens: Callable[[Any], int] | None,
+        tokens: Count | None,
     ) -> None:
         self._accelerator = accelerator
         self._body = body
@@ -78,9 +79,7 @@ class _Step:
             return self._parts
         if not self._micros:
             raise UsageError("the body never called accelerator.backward: it is not what the loop does with a batch")
-        if len(self._micros) == 1:
-            return self._micros[0][0]
-        return sum(float(loss) * weight for loss, weight in self._micros) / sum(weight for _, weight in self._micros)
+        return mean(self._micros)
 
     def _sync(self, *_: Any, **__: Any) -> None:
         self._accelerator.gradient_state._set_sync_gradients(self._last)

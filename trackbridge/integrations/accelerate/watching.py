@@ -15,7 +15,7 @@ where ours fails, it goes on alone. Nothing is gathered from other processes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -30,14 +30,13 @@ from trackbridge.integrations import saved
 from trackbridge.integrations.accelerate.hearing import Hearing, prepared, schedules
 from trackbridge.integrations.accelerators import clips_by_torch, torch_optimizer
 from trackbridge.integrations.given import warn
-from trackbridge.integrations.losses import covers, total_norm
+from trackbridge.integrations.losses import Count, covers, scale_of, total_norm
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.skip import SkipPlan
 from trackbridge.watched import named
 
 T = TypeVar("T")
-Count = Callable[[Any], int]
 
 logger = logging.getLogger("trackbridge")
 
@@ -224,8 +223,9 @@ class Watching:
         def clip_grad_value_(parameters: Any, clip_value: float, **kwargs: Any) -> Any:
             if self._part.alive:
                 with self._part:
-                    self._accelerator.unscale_gradients()
-                    self._norm = total_norm(self._parameters)
+                    norm = total_norm(self._parameters)
+                    scale = scale_of(self._accelerator.scaler, torch_optimizer(next(iter(self._optimizers.values()))))
+                    self._norm = norm if norm is None or scale is None else norm / scale
             return original(parameters, clip_value, **kwargs)
 
         return clip_grad_value_
@@ -276,7 +276,7 @@ class Watching:
                 self.run.id,
                 before["run_id"],
             )
-        self.run.load_state_dict(before)
+        saved.resume(self.run, before)
 
 
 class _Noting:

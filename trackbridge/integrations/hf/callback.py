@@ -52,7 +52,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self.run = run = self._given.begin(_config(found.trainer, args), **_asked(args, before))
         try:
             if before is not None:
-                run.load_state_dict(before)
+                saved.resume(run, before)
             elif state.global_step:  # a checkpoint that was made without trackbridge
                 run.load_state_dict({"step": state.global_step})
             self._training = Training(found, run, self._skip, self._failed)

@@ -11,9 +11,11 @@ from typing import Any
 from lightning.pytorch import Callback as LightningCallback
 
 from trackbridge.errors import Part
+from trackbridge.integrations import saved
 from trackbridge.integrations.given import Given
 from trackbridge.integrations.ids import SampleIds
-from trackbridge.integrations.lightning.training import Count, Training
+from trackbridge.integrations.lightning.training import Training
+from trackbridge.integrations.losses import Count
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 
@@ -75,7 +77,7 @@ class Callback(LightningCallback):
         self.run = run = self._given.begin(_plain(getattr(pl_module, "hparams", {})), trial=trial, **asked)
         try:
             if self._before is not None:
-                run.load_state_dict(self._before)
+                saved.resume(run, self._before)
             elif trainer.global_step and self._given.run is None:  # a checkpoint that was made without trackbridge
                 run.load_state_dict({"step": trainer.global_step})
             self._training = Training(trainer, pl_module, run, *self._count)

@@ -15,8 +15,7 @@ from torch import Tensor
 from trackbridge.errors import UsageError
 from trackbridge.integrations.lightning.callback import Callback
 from trackbridge.integrations.lightning.parts import family, optimizers_of, overrides, scaler_of, state_of, unscaled
-from trackbridge.integrations.lightning.training import Count
-from trackbridge.integrations.losses import Losses
+from trackbridge.integrations.losses import Count, Losses, mean
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.records import MicroBatch
 from trackbridge.replay import Rebuilt
@@ -140,9 +139,7 @@ class _Step(LightningCallback):
         parts = self._losses.of_step()
         if parts is not None:
             return parts
-        if len(self._returned) == 1:
-            return self._returned[0][0]
-        return sum(float(loss) * weight for loss, weight in self._returned) / sum(weight for _, weight in self._returned)
+        return mean(self._returned)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if not pl_module.automatic_optimization:

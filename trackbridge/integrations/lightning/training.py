@@ -12,7 +12,6 @@ on alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +22,10 @@ from trackbridge.hooks import Inert
 from trackbridge.integrations.given import warn
 from trackbridge.integrations.ids import SampleIds
 from trackbridge.integrations.lightning.parts import optimizers_of, overrides, scaler_of, state_of, unscaled
-from trackbridge.integrations.losses import Losses, covers, total_norm
+from trackbridge.integrations.losses import Count, Losses, covers, scale_of, total_norm
 from trackbridge.integrations.wires import Method, Wires
 from trackbridge.run import Run
 from trackbridge.watched import loss_of
-
-Count = Callable[[Any], int]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
@@ -152,7 +149,7 @@ class Training:
             ours = False
             if self._part.alive and not args and not kwargs:
                 with self._part:
-                    ours = self._covers_all(optimizer) and not self._is_scaled(optimizer)
+                    ours = self._covers_all(optimizer) and self._scale(optimizer) is None
             if ours:
                 self.run.clip_grad_norm_(clip_val)
                 return None
@@ -173,21 +170,17 @@ class Training:
             with self._part:
                 norm = total_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
                 if norm is not None:
-                    scaled = self._is_scaled(optimizer)
-                    self._norms[self._key(optimizer)] = norm / scaler_of(self._trainer)._scale if scaled else norm
+                    scale = self._scale(optimizer)
+                    self._norms[self._key(optimizer)] = norm if scale is None else norm / scale
 
     def _covers_all(self, optimizer: Any) -> bool:
         """Whether Lightning would call torch's function, for all that is watched."""
         plain = type(self._trainer.precision_plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision")
         return plain and covers([p for group in optimizer.param_groups for p in group["params"]], self._parameters)
 
-    def _is_scaled(self, optimizer: Any) -> bool:
-        """True while gradients are multiplied by the loss scale: in manual optimization Lightning unscales them in `step`."""
-        scaler = scaler_of(self._trainer)
-        if scaler is None or not scaler.is_enabled():
-            return False
-        state = scaler._per_optimizer_states.get(id(getattr(optimizer, "optimizer", optimizer)), {})
-        return getattr(state.get("stage"), "name", "READY") == "READY"
+    def _scale(self, optimizer: Any) -> Tensor | None:
+        """In manual optimization gradients are multiplied by it until Lightning unscales them in `step`."""
+        return scale_of(scaler_of(self._trainer), getattr(optimizer, "optimizer", optimizer))
 
     def _key(self, optimizer: Any) -> str:
         return self._keys.get(id(getattr(optimizer, "optimizer", optimizer)), "")
