@@ -53,7 +53,7 @@ def pull(
     out.print(plain(anomaly_line(anomaly)))
     out.print(f"{len(capsule.files)} files, {size(total)}, every digest checked; tier [bold]{_tier(capsule)}[/]")
     for lack in capsule.missing:
-        out.print(f"[yellow]missing[/] {plain(lack)}")
+        out.print(f"[yellow]missing[/] {plain(lack)}", soft_wrap=True)
     out.print(plain(capsule.path), style="bold", soft_wrap=True)
 
 
