@@ -168,3 +168,12 @@ def test_a_weight_that_grows_as_a_whole_makes_no_outliers_and_may_leave_fp16() -
     few = story.told()[1]
     named = ["activation-outliers" in [hypothesis.name for hypothesis in each] for each in (found, few)]
     assert named == [False, True]
+
+
+@pytest.mark.parametrize("feeds", [False, True])
+def test_a_loss_that_feeds_itself_is_no_label_fault(feeds: bool) -> None:
+    story = Story().spike(20)
+    if feeds:
+        story.series["train/loss"][AT : AT + 6] *= 3.0 ** np.arange(6)
+    named = [hypothesis.name for hypothesis in story.told()[1]]
+    assert ("label-fault" in named[: named.index("unknown")]) is not feeds

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, number, times
 
 _CALM = 5.0  # sigmas below which an activation is as usual
 _STAYS = 3.0  # sigmas of a loss that stays up
 _AT_ONCE = 4.0  # sigmas at the onset itself: wrong labels need no time
+_LARGE = 10.0  # times its height at the onset, to which no labels raise a loss later on
 _MANY = 0.02  # a share of new tokens from which they could move the loss
 
 
@@ -220,6 +223,11 @@ def label_fault(view: View, case: Case) -> None:
             case.add(WEAK, "the tokens with the largest gradients are the usual ones")
     if view.batches.known and not inputs:
         case.add(WEAK, "the inputs' statistics are as usual")
+    base, after = view.before("train/loss", 16), view.near("train/loss", LATER)
+    if len(base) and len(after) and np.isfinite(after[0]):
+        height = after - float(np.median(base))
+        if float(np.nanmax(height)) > _LARGE * max(float(height[0]), 1e-12):
+            case.against(STRONG, f"from the onset on the loss rose to {number(float(np.nanmax(after)))}: it feeds itself")
     for one in inputs[:2]:
         case.against(SOLID, words(*one, view.onset))
     if view.batches.new_tokens()[0] > _MANY:
