@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -305,7 +306,10 @@ def test_the_post_mortem_says_what_the_record_knows(tmp_path: Path) -> None:
     assert "corrupt" not in symptoms, "numbers, no theory"
     assert "(panels: Loss, The batch at the onset)" in text and "Not known yet." in text.split("## 4.")[1].split("## 5.")[0]
     verification = text.split("## 6.")[1]
-    assert "Seed: " in verification and "stays below 3.23226 (expected 2.25 plus 4.2 sigmas" in verification
+    found = re.search(r"stays below ([\d.]+) \(expected ([\d.]+) plus ([\d.]+) sigmas of ([\d.]+)\)", verification)
+    assert "Seed: " in verification and found is not None
+    limit, expected, sigmas, sigma = map(float, found.groups())
+    assert expected == 2.25 and limit == pytest.approx(expected + sigmas * sigma, rel=1e-4)
     assert "from 15 to 76" in verification
     assert "1. **corrupt-batch**" in text and "entropy 7.9 bits" in text and "--try skip-batch" in text
     for section in text.split("## ")[3:]:
