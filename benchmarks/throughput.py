@@ -5,9 +5,9 @@
 
 Two figures each. *Training thread*: milliseconds a step spends in the call, median: ours is `run.step` with the statistics of a
 model of 32 parameters on, about 500 series (`training_thread.py`), the SDK's is one call with as many floats that are there
-already. *End to end*: seconds until everything is in the tracker, and the peak memory of that process: ours is `trackbridge sync` of a journal,
-the SDK's is the best way its documentation has (W&B: one `log` a row, then `finish`; MLflow: `log_batch` of 1,000; TensorBoard:
-`SummaryWriter.add_scalar`). Every measurement is a process of its own.
+already. *End to end*: seconds until everything is in the tracker, and the peak memory of that process: ours is `trackbridge
+sync` of a journal, the SDK's is the best way its documentation has (W&B: one `log` a row, then `finish`; MLflow: `log_batch` of
+1,000; TensorBoard: `SummaryWriter.add_scalar`). Every measurement is a process of its own.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import trackbridge
 
 PUBLIC = {
-    "Anomaly", "Run", "RunRecord", "SkipPlan", "SpikeCapsule", "TrackbridgeConfig", "TrackbridgeError", "__version__", "accelerate",
-    "detect", "hf", "init", "interventions", "lightning", "load", "pull", "replay", "rollback", "testing",
+    "Anomaly", "Run", "RunRecord", "SkipPlan", "SpikeCapsule", "TrackbridgeConfig", "TrackbridgeError", "__version__",
+    "accelerate", "detect", "hf", "init", "interventions", "lightning", "load", "pull", "replay", "rollback", "testing",
 }  # fmt: skip
 
 

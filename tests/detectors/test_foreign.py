@@ -1,4 +1,4 @@
-"""Further detectors by name: published scores, and a third party's as the documentation writes it, installed as packages are."""
+"""Further detectors by name: published scores, and one of a third party as the docs write it, installed as packages are."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class Found(BaseModel):
 class StepReport(Found):
     """One step. `losses` are the replays'. `compared` counts series, `different` those that some replay did not reproduce;
     `ulp` is the largest distance among them from the record, in `worst`; `noise_ulp` and `noise_max_ulp` are the typical
-    (geometric mean over all compared series, one ULP added) and the largest distance between two replays (float32 ULP). `rng` says whether the
-    random state before the step was restored and, where the record knows it, found again after it."""
+    (geometric mean over all compared series, one ULP added) and the largest distance between two replays (float32 ULP). `rng`
+    says whether the random state before the step was restored and, where the record knows it, found again after it."""
 
     step: int
     loss_recorded: float | None
