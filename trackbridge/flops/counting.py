@@ -7,12 +7,14 @@ so `count_shapes` runs a copy without values instead: the copy's functions see s
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -140,7 +142,7 @@ def count_shapes(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, An
 
     original = getattr(model, "_orig_mod", model)
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _eager():
+    with _random_state_kept(), fake, _eager():
         with _WithoutValues(fake):
             shadow = copy.deepcopy(original)
         shapes: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, (tuple(inputs), dict(named)))
@@ -163,6 +165,17 @@ class _WithoutValues(TorchFunctionMode):
             memo[id(tensor)] = self._fake.from_tensor(tensor)
             return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """What a forward pass draws from python's and numpy's generators, in a run that is none of the training's, is put back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager
