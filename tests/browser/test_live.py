@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def test_a_port_in_use_is_said(trainer: Trainer, server: LiveServer) -> None:
 
 def test_ctrl_c_ends_it_cleanly(trainer: Trainer) -> None:
     command = [sys.executable, "-m", "trackbridge.cli", "view", str(trainer.directory.path), "--live", "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a suite in the background hands down a deaf ear
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listens) as serving:
         assert serving.stdout is not None and serving.stderr is not None
         url = serving.stdout.readline().strip()
         assert status(url) == 200
