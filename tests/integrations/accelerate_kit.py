@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.integrations.plain_loop import loss_of
 from tests.replays import data
 from tests.training import Model, Setup, fingerprint, seed_everything
 
 STEPS = 60
-BAD = 52
 ACCUMULATE = 2
-
-
-def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    """The loss of tests/training.py, with noise from python's and numpy's generators."""
-    tokens = batch[0]
-    logits = model(tokens[:, :-1])
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    return loss + 1e-4 * random.random() + 1e-4 * float(np.random.rand())
 
 
 def fresh() -> None:

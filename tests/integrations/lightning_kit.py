@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trackbridge
+from tests.integrations.plain_loop import loss_of
 from tests.replays import SETTINGS, data
 from tests.training import Model, Setup, fingerprint, seed_everything
 
@@ -24,16 +23,7 @@ QUIET: dict[str, Any] = {
     "accelerator": "cpu",
 }
 STEPS = 60
-BAD = 52
 ACCUMULATE = 2
-
-
-def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    """The loss of tests/training.py, with noise from python's and numpy's generators."""
-    tokens = batch[0]
-    logits = model(tokens[:, :-1])
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    return loss + 1e-4 * random.random() + 1e-4 * float(np.random.rand())
 
 
 class Lit(pl.LightningModule):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import trackbridge
-from tests.integrations.lightning_kit import ACCUMULATE, BAD, STEPS, Lit, callback, fit, loss_of, state
+from tests.integrations.lightning_kit import ACCUMULATE, STEPS, Lit, callback, fit, loss_of, state
+from tests.integrations.plain_loop import assert_the_same_series, assert_the_same_spike
 from tests.replays import SETTINGS, data
 from tests.training import seed_everything
 from trackbridge import replay
@@ -56,31 +56,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_series_are_the_plain_loops(recorded: Path, plain: Path) -> None:
-    ours, theirs = trackbridge.load(recorded), trackbridge.load(plain)
     passes = {"perf/forward_s", "perf/backward_s", "perf/flops_per_s"}  # the plain loop calls only a part of what it watches
-    assert set(ours.names) == set(theirs.names) | passes
-    for name in ours.names:
-        if name.startswith(("perf/", "host/", "trackbridge/")):
-            continue
-        (steps, values), (their_steps, their_values) = ours.series(name), theirs.series(name)
-        assert steps.tolist() == their_steps.tolist(), name
-        assert values.tobytes() == their_values.tobytes(), name
+    assert_the_same_series(recorded, plain, passes)
 
 
 def test_the_anomalies_and_the_capsule_are_the_plain_loops(recorded: Path, plain: Path) -> None:
-    ours, theirs = trackbridge.load(recorded).anomalies, trackbridge.load(plain).anomalies
-    facts = [(a.kind, a.step, a.onset, a.series, a.value, a.severity, a.first_mover) for a in ours]
-    assert facts == [(a.kind, a.step, a.onset, a.series, a.value, a.severity, a.first_mover) for a in theirs]
-    assert facts[0][:2] == ("spike", BAD)
-    capsule, other = trackbridge.pull(recorded), trackbridge.pull(plain)
-    assert capsule.verify() and (capsule.span, capsule.restart_step) == (other.span, other.restart_step)
-    for step in capsule.steps:
-        mine, their = capsule.micro_batches(0)[step], other.micro_batches(0)[step]
-        assert [(m.epoch, m.index, m.sample_ids, m.fingerprint) for m in mine] == [
-            (m.epoch, m.index, m.sample_ids, m.fingerprint) for m in their
-        ]
-        before, others = capsule.rng_states(0).before(step), other.rng_states(0).before(step)
-        assert before.keys() == others.keys() and all(np.array_equal(before[name], others[name]) for name in before)
+    assert_the_same_spike(recorded, plain)
 
 
 def test_watched_and_unwatched_end_in_the_same_bits(tmp_path: Path) -> None:

@@ -52,6 +52,21 @@ class AroundUpdate(Protocol):
         """`optimizer.step` has run."""
 
 
+class OfGradients:
+    """An `AroundUpdate` that looks at gradients: before the update, or after it where a closure makes them inside."""
+
+    def before_update(self, optimizer: Any, *, closure: bool) -> None:
+        if not closure:
+            self._look(optimizer)
+
+    def after_update(self, optimizer: Any, *, closure: bool) -> None:
+        if closure:
+            self._look(optimizer)
+
+    def _look(self, optimizer: Any) -> None:
+        raise NotImplementedError
+
+
 class UpdateProbe(Probe, AroundUpdate, Protocol):
     """A probe that also looks at optimizer steps."""
 

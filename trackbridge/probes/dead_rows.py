@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trackbridge import names
 from trackbridge.config import ParametersConfig
-from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.cpu import PIECE
 from trackbridge.probes.reduce import kernels_for
 from trackbridge.probes.rows import Rows, alike
@@ -32,7 +32,7 @@ TOTAL = "param/dead_rows"
 HEAD = 8  # elements of a row that are read first
 
 
-class DeadRowProbe:
+class DeadRowProbe(OfGradients):
     series: tuple[str, ...]
 
     def __init__(self, subject: Subject, config: ParametersConfig, gate: Gate) -> None:
@@ -52,14 +52,6 @@ class DeadRowProbe:
     def attach(self, slab: Slab) -> None:
         self._rows = Rows(slab, "dead_rows")
         self._seen, self._held = slab.host_view("dead_seen"), slab.host_view("dead_held")
-
-    def before_update(self, optimizer: Any, *, closure: bool) -> None:
-        if not closure:
-            self._look(optimizer)
-
-    def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        if closure:
-            self._look(optimizer)
 
     def measure(self) -> None:
         pass

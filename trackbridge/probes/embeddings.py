@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
-from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.reduce import DTYPES, kernels_for
 from trackbridge.probes.sites import embedding
 from trackbridge.probes.subject import Subject, prefix
@@ -26,7 +26,7 @@ STATISTICS = ("norm", "row")
 SAFE = (1e-15, 1e15)  # norms whose squares float32 holds with all digits
 
 
-class EmbeddingProbe:
+class EmbeddingProbe(OfGradients):
     """The `embedding_rows` rows with the largest gradients of the largest embedding of each model."""
 
     def __init__(self, subject: Subject, config: ActivationsConfig, gate: Gate) -> None:
@@ -58,14 +58,6 @@ class EmbeddingProbe:
         self._views = [slab.device_view(f"hottest_{number}") for number in range(len(self._tables))]
         self._seen = slab.host_view("hottest_seen")
 
-    def before_update(self, optimizer: Any, *, closure: bool) -> None:
-        if not closure:
-            self._update(optimizer)
-
-    def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        if closure:
-            self._update(optimizer)
-
     def measure(self) -> None:
         pass
 
@@ -78,7 +70,7 @@ class EmbeddingProbe:
         return {name for name, row in self._local.items() if row in chosen}
 
     @torch.no_grad()
-    def _update(self, optimizer: Any) -> None:
+    def _look(self, optimizer: Any) -> None:
         if not self._tables or not self._gate.due(self._every):
             return
         for (table, row), view in zip(self._tables, self._views, strict=True):

@@ -19,7 +19,7 @@ from trackbridge import names
 from trackbridge.config import ParametersConfig
 from trackbridge.errors import Part, UsageError
 from trackbridge.probes import reduce
-from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, root_sum
 from trackbridge.probes.subject import Subject, local
@@ -35,7 +35,7 @@ VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 
 
-class GradientProbe:
+class GradientProbe(OfGradients):
     def __init__(self, subject: Subject, config: ParametersConfig, gate: Gate, part: Part) -> None:
         self._subject = subject
         self._every = config.gradients_every
@@ -75,14 +75,6 @@ class GradientProbe:
         self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
         self._seen = slab.host_view("grad_seen")
         self._held, self._counted = slab.host_view("grad_held"), slab.host_view("grad_counted")
-
-    def before_update(self, optimizer: Any, *, closure: bool) -> None:
-        if not closure:
-            self._update(optimizer)
-
-    def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        if closure:
-            self._update(optimizer)
 
     def measure(self) -> None:
         self._scaled.clear()
@@ -175,7 +167,7 @@ class GradientProbe:
         return alike((row, grad) for row, grad in pairs if row is not None and grad is not None)
 
     @torch.no_grad()
-    def _update(self, optimizer: Any) -> None:
+    def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
         place = 1.0 + self._subject.place(optimizer)
