@@ -12,9 +12,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 _KEYS = torch._C._TorchDispatchModeKey
 
-in_export = getattr(torch.compiler, "is_exporting", lambda: False)
-"""True while `torch.export` traces: what it makes outlives the run. Before torch 2.7 nobody can tell."""
-
 
 class Inert:
     """A hook that does nothing in copies: a pickle or deep copy of a watched model gets a no-op from the standard library.
@@ -50,6 +47,14 @@ def take_off(mode: TorchFunctionMode) -> None:
             _pop_mode()  # type: ignore[no-untyped-call]
         for above in modes[place + 1 :]:
             _push_mode(above)  # type: ignore[no-untyped-call]
+
+
+def in_export() -> bool:
+    """True while `torch.export` traces: what it makes outlives the run. Before torch 2.7 nobody can tell.
+
+    Not `torch.compiler.is_exporting()`: before torch 2.13 the compiler takes it for True in every graph that it traces.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def in_backward() -> bool:
