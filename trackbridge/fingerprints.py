@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-NGRAM = 8
+NGRAM = 8  # a power of two
 RAREST = 8
 MAX_ELEMENTS = 1 << 20
 SAMPLE = 4096
@@ -140,10 +140,10 @@ def _ngram(array: Array) -> dict[str, Any] | None:
     length = rows.shape[1]
     if length < NGRAM:
         return None
-    words = rows.astype(np.uint64)
-    keys = np.zeros((rows.shape[0], length - NGRAM + 1), np.uint64)
-    for offset in range(NGRAM):  # a polynomial hash of every run, mod 2^64
-        keys = keys * _BASE + _mix(words[:, offset : offset + keys.shape[1]])
+    keys, run = _mix(rows.astype(np.uint64)), 1
+    while run < NGRAM:  # a polynomial hash of every run, mod 2^64, of two halves each
+        keys = keys[:, :-run] * np.uint64(pow(int(_BASE), run, 2**64)) + keys[:, run:]
+        run *= 2
     ordered = np.sort(keys, axis=None)
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
     counts = np.diff(np.append(starts, ordered.size))

@@ -19,6 +19,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -201,13 +202,19 @@ def _packed(state: Any) -> Array:
     if isinstance(state, torch.Tensor):
         return state.numpy()
     if isinstance(state, tuple):
-        version, words, gauss = state
-        return np.array([FORMAT, version, *words, *_gauss(gauss is not None, gauss or 0.0)], np.uint32)
+        return _packed_python(state).copy()
     if state["bit_generator"] == "MT19937" and "has_gauss" in state:
         inner, gauss = state["state"], _gauss(bool(state["has_gauss"]), state["gauss"])
         return np.concatenate([[FORMAT], inner["key"], [inner["pos"]], gauss]).astype(np.uint32)
     text = json.dumps({"format": FORMAT, "state": _plain(state)})
     return np.frombuffer(text.encode(), np.uint8)
+
+
+@lru_cache(maxsize=4)
+def _packed_python(state: tuple[int, tuple[int, ...], float | None]) -> Array:
+    """Remembered: most trainings never draw from `random`, and 624 numbers take long to convert."""
+    version, words, gauss = state
+    return np.array([FORMAT, version, *words, *_gauss(gauss is not None, gauss or 0.0)], np.uint32)
 
 
 def _python_state(array: Array) -> tuple[int, tuple[int, ...], float | None]:

@@ -44,6 +44,8 @@ class Slab:
         self.device = device
         self.tensor = torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.facts: FloatArray = np.zeros(host_size)
+        behind = {name: slice(size + place.start, size + place.stop) for name, place in self._on_host.items()}
+        self._places = (*self._on_device.items(), *behind.items())  # in what `Slot.read` returns
         self._volatile = self.tensor[:volatile]
         self._volatile_facts = self.facts[:host_volatile]
 
@@ -61,11 +63,7 @@ class Slab:
 
     def unpack(self, numbers: FloatArray) -> dict[str, FloatArray]:
         """The fields by name, as views of what `Slot.read` returned."""
-        device, host = np.split(numbers, [len(self.tensor)])
-        return {
-            **{name: device[place] for name, place in self._on_device.items()},
-            **{name: host[place] for name, place in self._on_host.items()},
-        }
+        return {name: numbers[place] for name, place in self._places}
 
     def reset(self) -> None:
         """Zero every field that is not lasting."""

@@ -104,7 +104,9 @@ def encode(record: Record) -> tuple[int, bytes]:
     """(kind, payload) of any record but a row."""
     arrays: list[np.ndarray] = []
     body = _body(record, arrays)
-    text = dumps({key: value for key, value in body.items() if key not in ("seq", "step")}).encode()
+    del body["seq"]
+    body.pop("step", None)
+    text = _text(body)
     return KINDS[type(record)], b"".join([_JSON_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)])
 
 
@@ -119,6 +121,14 @@ def decode(kind: int, seq: int, step: int, payload: bytes) -> Record:
     if "step" in known:
         body["step"] = step
     return _BUILD[kind](body, _Blobs(payload, start))
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    """`dumps`, which looks at every value, only where `json` finds something it may not write."""
+    try:
+        return json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
+        return dumps(body).encode()
 
 
 def _body(record: Any, arrays: list[np.ndarray]) -> dict[str, Any]:
