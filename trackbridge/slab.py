@@ -45,7 +45,7 @@ class Slab:
         self.tensor = torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.facts: FloatArray = np.zeros(host_size)
         behind = {name: slice(size + place.start, size + place.stop) for name, place in self._on_host.items()}
-        self._places = (*self._on_device.items(), *behind.items())  # in what `Slot.read` returns
+        self._places = {**self._on_device, **behind}  # in what `Slot.read` returns
         self._volatile = self.tensor[:volatile]
         self._volatile_facts = self.facts[:host_volatile]
 
@@ -63,7 +63,11 @@ class Slab:
 
     def unpack(self, numbers: FloatArray) -> dict[str, FloatArray]:
         """The fields by name, as views of what `Slot.read` returned."""
-        return {name: numbers[place] for name, place in self._places}
+        return {name: numbers[place] for name, place in self._places.items()}
+
+    def part(self, numbers: FloatArray, name: str) -> FloatArray:
+        """One of what `unpack` gives."""
+        return numbers[self._places[name]]
 
     def reset(self) -> None:
         """Zero every field that is not lasting."""

@@ -176,18 +176,20 @@ class Routers:
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """Shares of a step's pairs, their extremes, and their entropy over that of an even spread: 1 even, 0 all on one."""
+        if not self._experts:
+            return np.zeros(0), np.zeros(0, bool)
         values: list[float] = []
         shares: list[FloatArray] = []
         known: list[bool] = []
-        for counts in np.split(stats["router_load"], np.cumsum(self._experts)[:-1]) if self._experts else ():
+        for counts in np.split(stats["router_load"], np.cumsum(self._experts)[:-1]):
             total = counts.sum()
             share = counts / total if total > 0 else counts
             spread = share[share > 0]
             values += [share.max(), share.min(), float(-(spread * np.log(spread)).sum()) / math.log(len(share))]
             shares.append(share)
             known.append(bool(total > 0))
-        each = np.repeat(np.array(known, bool), len(STATISTICS))
-        return np.concatenate((np.array(values), *shares)), np.concatenate((each, np.repeat(known, self._experts).astype(bool)))
+        each = np.repeat(known, len(STATISTICS))
+        return np.concatenate((values, *shares)), np.concatenate((each, np.repeat(known, self._experts)))
 
 
 class Router:

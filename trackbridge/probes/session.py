@@ -192,7 +192,7 @@ class Session:
         slot.wait()
         intervals, counts = slot.keep
         reading = Reading(self, slot.read(), counts)
-        self.phases.read(intervals, self.slab.unpack(reading.numbers)["phase_s"])
+        self.phases.read(intervals, self.slab.part(reading.numbers, "phase_s"))
         self._ring.give(slot)
         return reading
 
