@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from trackbridge.probes.kernels import on
+from trackbridge.probes.launch import launch
 
 COLUMNS = 128  # channels of one program
 ROWS = 32  # tokens it reads at once
@@ -90,11 +90,8 @@ class Cells:
         """Add `x`, shape (tokens, channels), to a site if ``slab[gate]`` is set."""
         if x.is_cuda and x.shape[1] <= WIDEST:
             x = x.contiguous()
-            with on(x.device):
-                _add[_grid(x)](
-                    x, self.cells, self.widths, slab, *x.shape, site, gate,
-                    CELLS=CELLS, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=WARPS,
-                )  # fmt: skip
+            arguments = x, self.cells, self.widths, slab, *x.shape, site, gate
+            launch(_add, _grid(x), arguments, (CELLS, COLUMNS, ROWS), warps=WARPS)
 
     def trace(self, x: Tensor, slab: Tensor, site: int, gate: int) -> None:
         """`add` as an operation of a graph."""
@@ -103,11 +100,8 @@ class Cells:
 
     def collect(self, slab: Tensor, offset: int) -> None:
         """The kurtosis of each site to ``slab[offset + site]``, 0 where there is none; cells are emptied."""
-        with on(slab.device):
-            _collect[(len(self.cells),)](
-                self.cells, self.widths, slab[offset:],
-                CELLS=CELLS, COLUMNS=COLUMNS, PROGRAMS=PROGRAMS, GROUPS=16, BLOCK=256, num_warps=WARPS,
-            )  # fmt: skip
+        constants = CELLS, COLUMNS, PROGRAMS, 16, 256
+        launch(_collect, (len(self.cells), 1, 1), (self.cells, self.widths, slab[offset:]), constants, warps=WARPS)
 
 
 @triton_op("trackbridge::channels_triton", mutates_args={"cells", "widths"})

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trackbridge.histograms import CODES
-from trackbridge.probes.kernels import DTYPES, WARPS, is_dense, on, pointers_of, table_of
+from trackbridge.probes.kernels import DTYPES, WARPS, is_dense, pointers_of, table_of
+from trackbridge.probes.launch import launch
 
 BLOCK = 4096
 
@@ -55,10 +56,8 @@ def count(tensors: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
     device = dense[0].device
     table = table_of(dense)
     counts = torch.zeros(len(dense), CODES, dtype=torch.int64, device=device)
-    with on(device):
-        _count[(table.programs,)](
-            pointers_of(dense), table.sizes, table.owners, table.chunks,
-            counts if scale is None else scale.to(device), counts, DTYPE=DTYPES[dense[0].dtype],
-            SCALED=scale is not None, CHUNK=table.chunk, BLOCK=BLOCK, CODES=CODES, num_warps=WARPS,
-        )  # fmt: skip
+    by = counts if scale is None else scale.to(device)
+    arguments = pointers_of(dense), table.sizes, table.owners, table.chunks, by, counts
+    constants = DTYPES[dense[0].dtype], scale is not None, table.chunk, BLOCK, CODES
+    launch(_count, (table.programs, 1, 1), arguments, constants, warps=WARPS)
     return counts

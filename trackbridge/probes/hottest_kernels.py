@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trackbridge.probes.kernels import on
+from trackbridge.probes.launch import launch
 
 LEAST_GROUP = 16  # rows of one program
 MOST_GROUPS = 8192
@@ -65,8 +65,5 @@ def hottest(x: Tensor, out: Tensor, count: int) -> None:
     groups = triton.cdiv(rows, group)
     norms = torch.empty(rows, dtype=torch.float32, device=x.device)
     peaks = torch.empty(groups, dtype=torch.float32, device=x.device)
-    with on(x.device):
-        _norms[(groups,)](x, norms, peaks, rows, width, GROUP=group, COLUMNS=COLUMNS, num_warps=4)
-        _largest[(1,)](
-            norms, peaks, out, rows, groups, COUNT=count, GROUP=group, GROUPS=triton.next_power_of_2(groups), num_warps=8
-        )
+    launch(_norms, (groups, 1, 1), (x, norms, peaks, rows, width), (group, COLUMNS), warps=4)
+    launch(_largest, (1, 1, 1), (norms, peaks, out, rows, groups), (count, group, triton.next_power_of_2(groups)), warps=8)

@@ -11,7 +11,6 @@ gives the same bits. Squares are summed in float32; a part whose squares may not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from trackbridge.probes.launch import launch
 
 CHUNK = 1 << 15  # elements of a tensor that one program reads
 ROWS = 512  # vectors in a block
@@ -270,11 +271,6 @@ def _dead_rows(
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """True if its elements fill its memory, in whatever order."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
@@ -360,26 +356,23 @@ def _launch(
     others = tuple([t.data_ptr() for t in old]) if old is not None else data
     partials = table.partials
     table.differs = old is not None
-    with on(device):
-        _summarise[(table.programs,)](
-            _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, partials,
-            partials if factor is None else factor, partials if total is None else total, table.programs,
-            DTYPE=DTYPES[dtype], OLD=old is not None, GATED=gated, SCALED=factor is not None,
-            ALIGNED=not any(pointer % 16 for pointer in (*data, *others)), CHUNK=CHUNK, ROWS=ROWS,
-            VECTOR=16 // tensors[0].element_size(), num_warps=WARPS,
-        )  # fmt: skip
+    aligned = not any(pointer % 16 for pointer in (*data, *others))
+    arguments = (
+        _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, partials,
+        partials if factor is None else factor, partials if total is None else total, table.programs,
+    )  # fmt: skip
+    constants = (
+        DTYPES[dtype], old is not None, gated, factor is not None, aligned, CHUNK, ROWS, 16 // tensors[0].element_size(),
+    )  # fmt: skip
+    launch(_summarise, (table.programs, 1, 1), arguments, constants, warps=WARPS)
     return table
 
 
 def combine(table: Table) -> Tensor:
     """What the last pass found, float64, shape (5, k); with differences the last row means nothing."""
-    device = table.partials.device
-    result = torch.empty(5, table.tensors, dtype=torch.float64, device=device)
-    with on(device):
-        _combine[(table.tensors,)](
-            table.firsts, table.counts, table.partials, result, table.tensors, table.programs, OLD=table.differs,
-            BLOCK=256, num_warps=2,
-        )  # fmt: skip
+    result = torch.empty(5, table.tensors, dtype=torch.float64, device=table.partials.device)
+    arguments = table.firsts, table.counts, table.partials, result, table.tensors, table.programs
+    launch(_combine, (table.tensors, 1, 1), arguments, (table.differs, 256), warps=2)
     return result
 
 
@@ -389,11 +382,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     table = table_of(tensors)
     sums = torch.zeros(table.tensors, dtype=torch.int64, device=table.partials.device)
     word = tl.uint32 if tensors[0].element_size() == 4 else tl.uint16
-    with on(sums.device):
-        _checksum[(table.programs,)](
-            pointers_of(tensors), table.sizes, table.owners, table.chunks, sums, WORD=word, CHUNK=CHUNK, BLOCK=4096,
-            num_warps=WARPS,
-        )  # fmt: skip
+    arguments = pointers_of(tensors), table.sizes, table.owners, table.chunks, sums
+    launch(_checksum, (table.programs, 1, 1), arguments, (word, CHUNK, 4096), warps=WARPS)
     return (sums & ((1 << 53) - 1)).double()
 
 
@@ -424,9 +414,9 @@ def dead_rows(gradients: Sequence[Tensor], quiet: Sequence[Tensor], after: int) 
     device = gradients[0].device
     matrices = _matrices(tuple((g.shape[0], g.numel() // g.shape[0]) for g in gradients), device)
     dead = torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    with on(device):
-        _dead_rows[(matrices.programs,)](
-            pointers_of(gradients), pointers_of(quiet), matrices.heights, matrices.widths, matrices.owners, matrices.blocks,
-            dead, after, DTYPE=DTYPES[gradients[0].dtype], ROWS=MATRIX_ROWS, BLOCK=MATRIX_BLOCK, num_warps=4,
-        )  # fmt: skip
+    arguments = (
+        pointers_of(gradients), pointers_of(quiet), matrices.heights, matrices.widths, matrices.owners, matrices.blocks,
+        dead, after,
+    )  # fmt: skip
+    launch(_dead_rows, (matrices.programs, 1, 1), arguments, (DTYPES[gradients[0].dtype], MATRIX_ROWS, MATRIX_BLOCK), warps=4)
     return dead

@@ -15,7 +15,6 @@ beginning, which the next layer reads first.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from trackbridge.probes.kernels import is_dense, on, power_of_two
+from trackbridge.probes.kernels import is_dense, power_of_two
+from trackbridge.probes.launch import launch
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 FIELDS = 8  # as the columns of `moments`
@@ -32,11 +32,6 @@ WARPS = 8
 PER_MULTIPROCESSOR = 4  # programs at once
 FEW = 512  # rows whose moments one program of `observe_rows` merges at once
 WIDE = 256  # least length of rows for which their moments are much smaller than the rows
-DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-"""A compiled kernel can be launched as `observe` does: it takes all arguments, constants among them."""
-MOST_LAUNCHES = 4096
-_launches: dict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = {}
-"""Compiled kernels by all that they are specialised on: to find that out anew takes longer than to launch them."""
 
 
 @triton.jit
@@ -216,21 +211,9 @@ def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> Non
     """Merge the moments of `y` into the cells of `site` if ``slab[gate]`` is set."""
     if not is_dense(y):
         y = y.contiguous()
-    n, dtype, device = y.numel(), y.dtype, y.device
-    key = device, dtype, n, site, gate, y.data_ptr() % 16 == 0
-    known = _launches.get(key)
-    with on(device):
-        if known is None:
-            vector = 16 // y.element_size()
-            grid = (min(triton.cdiv(n, ROWS * vector), cells.shape[2]), 1, 1)
-            compiled = _observe[grid](y, cells, slab, n, site, gate, FIELDS, cells.shape[2], ROWS, vector, num_warps=WARPS)
-            if DIRECT:
-                if len(_launches) >= MOST_LAUNCHES:
-                    _launches.clear()
-                _launches[key] = compiled[grid], (FIELDS, cells.shape[2], ROWS, vector)
-        else:
-            launch, constants = known
-            launch(y, cells, slab, n, site, gate, *constants)
+    n, programs, vector = y.numel(), cells.shape[2], 16 // y.element_size()
+    grid = min(triton.cdiv(n, ROWS * vector), programs), 1, 1
+    launch(_observe, grid, (y, cells, slab, n, site, gate), (FIELDS, programs, ROWS, vector), warps=WARPS)
 
 
 @triton_op("trackbridge::observe_triton", mutates_args={"cells"})
@@ -277,10 +260,8 @@ def trace(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
 def collect(cells: Tensor, slab: Tensor, offset: int) -> None:
     """Merge the cells of all sites into their rows of `slab`, from `offset`, and empty them."""
     programs = cells.shape[2]
-    with on(slab.device):
-        _collect[(len(cells),)](
-            cells, slab[offset:], FIELDS=FIELDS, PROGRAMS=programs, BLOCK=triton.next_power_of_2(programs), num_warps=WARPS
-        )
+    constants = FIELDS, programs, triton.next_power_of_2(programs)
+    launch(_collect, (len(cells), 1, 1), (cells, slab[offset:]), constants, warps=WARPS)
 
 
 @cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trackbridge.probes.kernels import on
+from trackbridge.probes.launch import launch
 
 BLOCK = 2048
 
@@ -32,7 +32,5 @@ def count(numbers: Tensor, slab: Tensor, offset: int, experts: int, gate: int) -
     """Add how often each expert is in `numbers`, integers of any shape, to ``slab[offset : offset + experts]``."""
     numbers = numbers.contiguous()
     n = numbers.numel()
-    with on(slab.device):
-        _count[(triton.cdiv(n, BLOCK),)](
-            numbers, slab, n, offset, experts, gate, BINS=triton.next_power_of_2(experts + 1), BLOCK=BLOCK, num_warps=4
-        )
+    constants = triton.next_power_of_2(experts + 1), BLOCK
+    launch(_count, (triton.cdiv(n, BLOCK), 1, 1), (numbers, slab, n, offset, experts, gate), constants, warps=4)

@@ -14,21 +14,26 @@ from trackbridge.slab import Slab
 
 
 class Rows:
-    """Writes values of some parameters to a field of the slab. On the CPU through numpy, elsewhere in one operation."""
+    """Writes values of some parameters to a field of the slab, or to several that lie side by side. On the CPU through numpy,
+    elsewhere in one operation."""
 
-    def __init__(self, slab: Slab, field: str) -> None:
+    def __init__(self, slab: Slab, field: str, *more: str) -> None:
         self._view = slab.device_view(field)
+        if more:
+            begin, size = slab.offset(field), len(self._view)
+            assert [slab.offset(name) for name in more] == [begin + size * place for place in range(1, 1 + len(more))]
+            self._view = slab.tensor[begin : begin + size * (1 + len(more))].view(-1, size)
         self._array = self._view.numpy() if slab.device.type == "cpu" else None
         self._index: dict[tuple[int, ...], Tensor] = {}
 
     def write(self, rows: Sequence[int], values: Tensor) -> None:
-        """`values`, shape (len(rows),), to `rows`. Without a sync."""
+        """`values`, shape (len(rows),) or (fields, len(rows)), to `rows`, in any order. Without a sync."""
         if self._array is not None:
-            self._array[rows] = values.numpy(force=True)
-        elif rows[-1] - rows[0] == len(rows) - 1:
-            self._view[rows[0] : rows[-1] + 1].copy_(values, non_blocking=True)
+            self._array[..., rows] = values.numpy(force=True)
+        elif all(row == place for place, row in enumerate(rows, rows[0])):  # not those of an optimizer with several groups
+            self._view[..., rows[0] : rows[-1] + 1].copy_(values, non_blocking=True)
         else:
-            self._view.index_copy_(0, self._indices(tuple(rows)), values.to(self._view, non_blocking=True))
+            self._view.index_copy_(-1, self._indices(tuple(rows)), values.to(self._view, non_blocking=True))
 
     def _indices(self, rows: tuple[int, ...]) -> Tensor:
         if rows not in self._index:
