@@ -113,6 +113,30 @@ def test_every_option_of_clipping(options: dict[str, Any]) -> None:
         assert found["grad/norm"] == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_gradients_changed_after_clipping_are_measured_again(max_norm: float) -> None:
+    lab = Lab(model := linear(), optimizer := sgd(model))
+    model(data()).square().mean().backward()
+    lab.instruments.clip_grad_norm_(max_norm)
+    with torch.no_grad():
+        next(model.parameters()).grad.mul_(3.0)
+    wanted = norms(model)
+    optimizer.step()
+    assert layer(lab.close(), "grad_norm") == pytest.approx(wanted, rel=1e-6)
+
+
+def test_clipping_gradients_that_autograd_follows_is_torchs() -> None:
+    """Theirs tells autograd that what it saved has changed."""
+    lab = Lab(model := linear(), sgd(model))
+    grads = torch.autograd.grad(model(data()).square().mean(), list(model.parameters()), create_graph=True)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    penalty = sum(grad.square().sum() for grad in grads)
+    lab.instruments.clip_grad_norm_(1e-3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
 def test_nonfinite_gradients_raise_where_the_user_asked_for_it_and_are_located() -> None:
     model = linear()
     lab = Lab(model, sgd(model))

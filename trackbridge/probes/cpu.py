@@ -48,7 +48,11 @@ class Buffers(threading.local):
 
 
 buffers = Buffers()
-_ones = {np.dtype(kind): np.ones(DOT, kind) for kind in (np.float32, np.float64)}
+
+
+@lru_cache(maxsize=1024)
+def _ones(dtype: np.dtype[Any], length: int) -> Array:
+    return np.ones(length, dtype)
 
 
 def dot(a: Array, b: Array) -> float:
@@ -58,24 +62,29 @@ def dot(a: Array, b: Array) -> float:
         return float(np.dot(a, b))
     rows, width = _fold(n)
     whole = rows * width
-    parts = np.matmul(a[:whole].reshape(rows, 1, width), b[:whole].reshape(rows, width, 1))
-    return _sum_of(parts) + (float(np.dot(a[whole:], b[whole:])) if whole < n else 0.0)
+    if whole < n:
+        return dot(a[:whole], b[:whole]) + float(np.dot(a[whole:], b[whole:]))
+    found: list[float] = np.matmul(a.reshape(rows, 1, width), b.reshape(rows, width, 1)).ravel().tolist()
+    return sum(found)
 
 
 def total(a: Array) -> float:
     """Sum of a contiguous vector."""
-    n, ones = len(a), _ones[a.dtype]
+    n = len(a)
     if n <= DOT:
-        return float(np.dot(a, ones[:n]))
+        return float(np.dot(a, _ones(a.dtype, n)))
     rows, width = _fold(n)
     whole = rows * width
-    parts = np.matmul(a[:whole].reshape(rows, 1, width), ones[:width].reshape(1, width, 1))
-    return _sum_of(parts) + (float(np.dot(a[whole:], ones[: n - whole])) if whole < n else 0.0)
-
-
-def _sum_of(parts: Array) -> float:
-    found: list[float] = parts.ravel().tolist()
+    if whole < n:
+        return total(a[:whole]) + float(np.dot(a[whole:], _ones(a.dtype, n - whole)))
+    found: list[float] = np.matmul(a.reshape(rows, 1, width), _ones(a.dtype, width)).ravel().tolist()
     return sum(found)
+
+
+def root(square: Any) -> float:
+    """The absolute value whose rounded square `square` is, exactly; 0 where range was lost. (In radix 2 a correctly rounded
+    root of a rounded square gives back what was squared.)"""
+    return float(np.sqrt(square)) if np.finfo(square.dtype).tiny <= square < np.inf else 0.0
 
 
 @lru_cache(maxsize=1024)
@@ -99,21 +108,31 @@ def pieces(flat: Tensor, most: int = PIECE) -> Iterator[Array]:
         yield whole[begin : begin + length] if whole is not None else flat[begin : begin + length].float().numpy()
 
 
-def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, sums: bool = False) -> FloatArray:
+def summarise(
+    tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, sums: bool = False, by: float | None = None
+) -> FloatArray:
     """One pass over `tensors`, of one dtype, none empty. Float64, shape (r, k).
 
     Rows: norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements; with `old`, tensors of the
     same shapes, norms of the differences; or with `sums`, sums, and counts of elements that are not 0. Norms are finite
-    wherever they are as float64.
+    wherever they are as float64. With `by`, contiguous float32 `tensors` are multiplied in place by this float32, and looked
+    at while they are at hand (`sums` only).
     """
     result = np.zeros((5 if sums else 4 if old is not None else 3, len(tensors)))
     joined, alone = _plan(tuple([tensor.numel() for tensor in tensors]))
+    factor = None if by is None else np.float32(by)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for which, starts in joined:
+            now = [tensors[i] for i in which]
+            if factor is not None:
+                for tensor in now:
+                    x = tensor.detach().numpy()
+                    np.multiply(x, factor, out=x)
             before = None if old is None else _join([old[i] for i in which])
-            result[:, which] = _joined(_join([tensors[i] for i in which]), starts, before, sums)
+            result[:, which] = _joined(_join(now), starts, before, sums)
         for i in alone:
-            result[:, i] = _alone(tensors[i], None if old is None else old[i], sums)
+            flat = tensors[i].detach().reshape(-1)
+            result[:, i] = _with_sums(flat, factor) if sums else _alone(flat, None if old is None else old[i].reshape(-1))
     return result
 
 
@@ -128,6 +147,24 @@ def norms(tensors: Sequence[Tensor]) -> FloatArray:
             flat = tensors[i].reshape(-1)
             result[i] = math.sqrt(_safely(flat, None, sum(dot(x, x) for x in pieces(flat))))
     return result
+
+
+def row_squares(matrix: Tensor) -> FloatArray:
+    """Squared L2 norms of the rows of `matrix`, shape (rows, width). Float64, shape (rows,)."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = _row_squares(matrix, torch.promote_types(matrix.dtype, torch.float32))
+        if matrix.dtype != torch.float64 and not LEAST < squares.max() < 1 / LEAST:
+            squares = _row_squares(matrix, torch.float64)
+    return squares
+
+
+def _row_squares(matrix: Tensor, dtype: torch.dtype) -> FloatArray:
+    found = np.zeros(len(matrix))
+    height = max(1, PIECE // matrix.shape[1])
+    for begin in range(0, len(matrix), height):
+        x = matrix[begin : begin + height].detach().to(dtype).numpy()
+        found[begin : begin + len(x)] = np.matmul(x[:, None, :], x[:, :, None]).ravel()
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -168,32 +205,48 @@ def _joined(x: FloatArray, starts: npt.NDArray[np.intp], old: FloatArray | None,
     return np.stack(found)
 
 
-def _alone(tensor: Tensor, old: Tensor | None, sums: bool) -> list[float]:
-    flat = tensor.reshape(-1)
-    before = None if old is None else old.reshape(-1)
-    squares = moved = added = 0.0
-    nonzero = 0
+def _alone(flat: Tensor, old: Tensor | None) -> list[float]:
+    squares = moved = 0.0
     high, low = -math.inf, math.inf
-    others = iter(()) if before is None else pieces(before)
+    others = iter(()) if old is None else pieces(old)
     for x in pieces(flat):
         squares += dot(x, x)
-        high, low = max(high, float(x.max())), min(low, float(x.min()))
-        if before is not None:
+        high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))
+        if old is not None:
             d = np.subtract(x, next(others), out=buffers.get("difference", len(x), x.dtype))
             moved += dot(d, d)
-        if sums:
-            added += total(x)
-            nonzero += np.count_nonzero(np.not_equal(x, 0, out=buffers.get("nonzero", len(x), np.bool_)))
-    bad = 0
-    if not math.isfinite(squares):
-        bad = flat.numel() - sum(np.count_nonzero(np.isfinite(x)) for x in pieces(flat))
-    peak = math.nan if math.isnan(squares) else max(high, -low)
-    found = [math.sqrt(_safely(flat, None, squares)), peak, float(bad)]
-    if before is not None:
-        found.append(math.sqrt(_safely(flat, before, moved)))
-    elif sums:
-        found += [added if math.isfinite(added) else _sum(flat), float(nonzero)]
-    return found
+    found = [math.sqrt(_safely(flat, None, squares)), math.nan if math.isnan(squares) else max(high, -low), _bad(flat, squares)]
+    return found if old is None else [*found, math.sqrt(_safely(flat, old, moved))]
+
+
+def _with_sums(flat: Tensor, factor: np.float32 | None) -> list[float]:
+    squares = added = 0.0
+    zeros = 0
+    high, low = -math.inf, math.inf
+    for x in pieces(flat):
+        n = len(x)
+        if factor is not None:
+            np.multiply(x, factor, out=x)
+        squares += dot(x, x)
+        added += total(x)
+        high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))
+        other = np.not_equal(x, 0, out=buffers.get("nonzero", n, np.bool_))
+        if not np.logical_and.reduce(other):  # to count takes three times as long
+            zeros += n - int(np.count_nonzero(other))
+    return [
+        math.sqrt(_safely(flat, None, squares)),
+        math.nan if math.isnan(squares) else max(high, -low),
+        _bad(flat, squares),
+        added if math.isfinite(added) else _sum(flat),
+        float(flat.numel() - zeros),
+    ]
+
+
+def _bad(flat: Tensor, squares: float) -> float:
+    """How many elements are not finite; the sum of their `squares` says whether any can be."""
+    if math.isfinite(squares):
+        return 0.0
+    return float(flat.numel() - sum(np.count_nonzero(np.isfinite(x)) for x in pieces(flat)))
 
 
 def _safely(flat: Tensor, old: Tensor | None, squares: float) -> float:

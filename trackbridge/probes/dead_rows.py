@@ -112,10 +112,17 @@ def dead_rows(gradients: list[Tensor], quiet: list[Tensor]) -> Tensor:
     kernels = kernels_for(gradients[0])
     if kernels is not None:
         return kernels.dead_rows(gradients, quiet, AFTER)  # type: ignore[no-any-return]
-    for gradient, counts in zip(gradients, quiet, strict=True):
-        counts += 1
-        counts.masked_fill_(_alive(gradient.flatten(1)), 0)
-    return torch.stack([(counts >= AFTER).sum() for counts in quiet]).to(torch.float32)
+    return torch.stack([_look_at(gradient.flatten(1), counts) for gradient, counts in zip(gradients, quiet, strict=True)])
+
+
+def _look_at(x: Tensor, counts: Tensor) -> Tensor:
+    """One look at `x`, shape (rows, width): how many rows are dead, a float32."""
+    if x.device.type == "cpu" and x[:, 0].ne(0).all():
+        counts.zero_()
+        return torch.zeros((), device="cpu")
+    counts += 1
+    counts.masked_fill_(_alive(x), 0)
+    return (counts >= AFTER).sum(dtype=torch.float32)
 
 
 def _alive(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ special case; a head that is tied to the table is in it. A shard gives its own r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
+from trackbridge.probes import cpu
 from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.reduce import DTYPES, kernels_for
 from trackbridge.probes.sites import embedding
@@ -23,7 +25,6 @@ from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
 STATISTICS = ("norm", "row")
-SAFE = (1e-15, 1e15)  # norms whose squares float32 holds with all digits
 
 
 class EmbeddingProbe(OfGradients):
@@ -125,13 +126,17 @@ def hottest(gradient: Tensor, out: Tensor, count: int) -> None:
 
         hottest_kernels.hottest(gradient, out, count)
         return
+    if gradient.device.type == "cpu":
+        out.zero_()
+        squares = cpu.row_squares(gradient)
+        for place in range(min(count, len(squares))):
+            row = int(squares.argmax())  # NaN is the largest
+            out[place], out[count + place] = math.sqrt(squares[row]), row
+            squares[row] = -1.0
+        return
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(gradient, dim=1, dtype=dtype)
-    most = min(count, len(norms))
-    norm, row = norms.topk(most)
-    if gradient.device.type == "cpu" and dtype != torch.float64 and not SAFE[0] < float(norm[0]) < SAFE[1]:
-        norms = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64)
-        norm, row = norms.topk(most)
+    most = min(count, len(gradient))
+    norm, row = torch.linalg.vector_norm(gradient, dim=1, dtype=dtype).topk(most)
     out.zero_()
     out[:most] = norm
     out[count : count + most] = row.to(out)

@@ -23,9 +23,9 @@ from trackbridge.histograms import CODES, GRAD, WEIGHT
 from trackbridge.probes.base import Gate
 from trackbridge.probes.layout import world_size
 from trackbridge.probes.reduce import kernels_for
+from trackbridge.probes.room import spare_bytes
 from trackbridge.probes.rows import alike
 from trackbridge.probes.subject import Subject
-from trackbridge.probes.weights import spare_bytes
 from trackbridge.records import FloatArray, Histograms
 
 logger = logging.getLogger("trackbridge")

@@ -24,7 +24,6 @@ from trackbridge.records import FloatArray
 N, MEAN, M2, M3, M4, MAX, NONFINITE, FIRES = range(8)
 WIDTH = 8
 CHUNK = 1 << 18  # elements: a chunk and its temporaries stay in the cache
-PIECE = 1 << 16  # the same for one core's own
 Moments: TypeAlias = "tuple[float, float, float, float, float]"
 STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nonfinite")
 
@@ -55,35 +54,44 @@ def add_on_cpu(y: Tensor, row: FloatArray) -> None:
     flat = y.reshape(-1)
     row[FIRES] += 1
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        part, largest = _central(cpu.pieces(flat, PIECE))
+        part, largest = _central(cpu.pieces(flat))
         if not all(map(math.isfinite, part)):
             bad = flat.numel() - sum(int(np.isfinite(x).sum()) for x in cpu.pieces(flat))
             row[NONFINITE] += bad
             if bad:
                 return
         if flat.dtype != torch.float64 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
-            part, largest = _central(cpu.pieces(flat.double(), PIECE))
+            part, largest = _central(cpu.pieces(flat.double()))
     row[:MAX] = merge(row[:MAX].tolist(), part) if row[N] else part
     row[MAX] = max(float(row[MAX]), largest)
 
 
-def _central(pieces: Iterable[cpu.Array]) -> tuple[tuple[float, float, float, float, float], float]:
-    """(n, mean, M2, M3, M4) and the largest absolute value of the elements of all `pieces`. Powers are of deviations from a
-    piece's own mean, and summed in the pieces' precision."""
+def _central(pieces: Iterable[cpu.Array]) -> tuple[Moments, float]:
+    """(n, mean, M2, M3, M4) and the largest absolute value of the elements of all `pieces`. Powers are summed in the pieces'
+    precision: of the elements themselves where their mean is small beside their RMS, which spares a pass, else of deviations
+    from a piece's own mean."""
     whole: Moments = (0.0, 0.0, 0.0, 0.0, 0.0)
     high, low = -math.inf, math.inf
     for x in pieces:
         n = len(x)
-        high, low = max(high, float(x.max())), min(low, float(x.min()))
-        shift = x.dtype.type(cpu.total(x) / n)
-        d = np.subtract(x, shift, out=cpu.buffers.get("deviations", n, x.dtype))
-        q = np.multiply(d, d, out=cpu.buffers.get("squares", n, x.dtype))
-        s2, s3, s4 = cpu.total(q), cpu.dot(q, d), cpu.dot(q, q)
-        s1 = cpu.total(d) if shift * shift * n > 256 * s2 else 0.0  # what rounding a mean has left matters if that is large
+        q = np.multiply(x, x, out=cpu.buffers.get("squares", n, x.dtype))
+        s1, s2, peak = cpu.total(x), cpu.total(q), 0.0
+        if 4 * s1 * s1 <= n * s2:
+            shift, s3, s4, peak = 0.0, cpu.dot(q, x), cpu.dot(q, q), cpu.root(np.maximum.reduce(q))
+        else:
+            mean = x.dtype.type(s1 / n)
+            d = np.subtract(x, mean, out=cpu.buffers.get("deviations", n, x.dtype))
+            np.multiply(d, d, out=q)
+            shift, s2, s3, s4 = float(mean), cpu.total(q), cpu.dot(q, d), cpu.dot(q, q)
+            s1 = cpu.total(d) if shift * shift * n > 256 * s2 else 0.0  # what rounding a mean has left matters if it is large
+        if peak > 0:
+            high, low = max(high, peak), min(low, -peak)
+        else:
+            high, low = max(high, float(x.max())), min(low, float(x.min()))
         e = s1 / n
         m2 = max(s2 - e * s1, 0.0) if s2 == s2 else s2
         m3 = s3 - 3 * e * s2 + 2 * e * e * s1
-        part = float(n), float(shift) + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e**3 * s1
+        part = float(n), shift + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e * e * e * s1
         whole = merge(whole, part) if whole[0] else part
     largest = max(high, -low)
     if low == high:

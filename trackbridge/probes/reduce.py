@@ -6,6 +6,7 @@ where there is no float64). On the CPU the result is a function of the tensor al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -65,30 +66,43 @@ def change(new: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> Change
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
-    """True if `scale` can multiply `tensors`: plain, dense, each in memory of its own, on the GPU that `total` is on."""
-    if type(total) is not Tensor or kernels_for(total) is None or not tensors:
+    """True if `scale` can multiply `tensors`: plain, dense, each in memory of its own, on the GPU that `total` is on; or on
+    the CPU, contiguous, of float32 and finite. Nothing that autograd follows: it is not told."""
+    if type(total) is not Tensor or not tensors:
+        return False
+    on_cpu = total.device.type == "cpu"
+    if (total.dtype is not torch.float32 or not math.isfinite(total.item())) if on_cpu else kernels_for(total) is None:
         return False
     device, dtype = total.device, tensors[0].dtype
     for tensor in tensors:
         if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.device != device:
             return False
-        if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        if tensor.layout is not torch.strided or tensor.requires_grad:
             return False
-    return dtype in DTYPES and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+        if not tensor.is_contiguous() and (on_cpu or not torch.ops.aten.is_non_overlapping_and_dense(tensor)):
+            return False
+    known = dtype is torch.float32 if on_cpu else dtype in DTYPES
+    return known and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Any:
-    """Multiply in place, and measure on the way; `scaled_summary` of the result says what was found. See `kernels.scale`."""
+    """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found.
+    Where the factor is 1 nothing is written."""
+    if total.device.type == "cpu":
+        by = factor.item()
+        return torch.from_numpy(cpu.summarise(tensors, sums=True, by=by if by != 1.0 else None))
     kernels = kernels_for(total)
     assert kernels is not None
     return kernels.scale(tensors, factor, total)
 
 
-def scaled_summary(partial: Any) -> Summary:
-    """Of the tensors after it, but counts of non-finite elements before."""
+def scaled_summary(partial: Any) -> Tensor:
+    """Of the tensors after it, but counts of non-finite elements before: the fields of `Summary`, shape (5, k)."""
+    if isinstance(partial, Tensor):
+        return partial
     kernels = _kernels()
     assert kernels is not None
-    return Summary(*kernels.combine(partial).unbind())
+    return kernels.combine(partial)  # type: ignore[no-any-return]
 
 
 @cache

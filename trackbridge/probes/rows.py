@@ -22,7 +22,7 @@ class Rows:
         if more:
             begin, size = slab.offset(field), len(self._view)
             assert [slab.offset(name) for name in more] == [begin + size * place for place in range(1, 1 + len(more))]
-            self._view = slab.tensor[begin : begin + size * (1 + len(more))].view(-1, size)
+            self._view = slab.tensor[begin : begin + size * (1 + len(more))].view(1 + len(more), size)
         self._array = self._view.numpy() if slab.device.type == "cpu" else None
         self._index: dict[tuple[int, ...], Tensor] = {}
 

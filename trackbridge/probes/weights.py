@@ -1,15 +1,16 @@
 """Weights, Adam's moments and the size of the update, on a cadence: they move slowly and reading them costs memory traffic.
 
 Measured after the update. The update is the real difference of the weights, so that a step too small for the weights' dtype
-counts as the zero it is; it needs a copy of the weights for the time of one `optimizer.step`, and is left out where there is
-no room: above `COPY_BYTES` on the host, and on a GPU above half of what the allocator has idle at that time (activations are
-free by then), so that it asks the device for nothing.
+counts as the zero it is; it needs a copy of the weights for the time of one `optimizer.step`. Where there is no room for that
+(`room`: the device is asked for nothing) the weights are taken in `PARTS`, one in turn on each step of the cadence: by the
+step's number and the sizes of whole parameters, so that ranks and replays take the same.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,18 @@ from trackbridge import names
 from trackbridge.config import ParametersConfig
 from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
+from trackbridge.probes.room import spare_bytes
 from trackbridge.probes.rows import Rows, alike, root_sum
-from trackbridge.probes.subject import Subject
+from trackbridge.probes.subject import Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
 logger = logging.getLogger("trackbridge")
 
-COPY_BYTES = 1 << 30
+PARTS = 10
 STATISTICS = ("weight_norm", "weight_rms", "weight_max", "weight_nonfinite", "exp_avg_norm", "exp_avg_sq_norm", "update_ratio")
 TOTALS = ("param/norm", "param/nonfinite", "optim/exp_avg_norm", "optim/exp_avg_sq_norm", "optim/update_ratio")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Groups = list[tuple[list[int], list[Tensor]]]
 
 
 class WeightProbe:
@@ -39,14 +40,16 @@ class WeightProbe:
         self._subject = subject
         self._weights_every, self._moments_every = config.weights_every, config.moments_every
         self._gate = gate
-        self._copies: dict[int, Groups] = {}
+        self._copies: dict[int, dict[int, Tensor]] = {}  # by optimizer: what was copied, by row
+        self._parts = shares([p.numel() * p.element_size() for p in subject.parameters], PARTS)
         self._refused = False
         size = len(subject.parameters)
         self.fields: tuple[Field, ...] = (
             *(Field(f"{name}_norm", size, over_ranks="norm") for name in ("weight", "update", *MOMENTS)),
             Field("weight_max", size),
             Field("weight_nonfinite", size, over_ranks="count"),
-            *(Field(f"{name}_seen", size, "host") for name in ("weight", "update", *MOMENTS)),
+            *(Field(f"{name}_seen", size, "host") for name in ("weight", *MOMENTS)),
+            Field("update_seen", size, "host", over_ranks="every"),  # one of them may have had no room
             Field("weight_held", size, "host"),
             Field("moment_held", size, "host"),
         )
@@ -78,31 +81,47 @@ class WeightProbe:
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         if not self._gate.due(self._weights_every):
             return
-        groups = alike((row, p) for row, p in self._subject.members(optimizer) if p.requires_grad)
-        size = sum(tensor.numel() * tensor.element_size() for _, tensors in groups for tensor in tensors)
-        if size <= spare_bytes(self._subject.device):
-            self._copies[id(optimizer)] = [(rows, _copied(tensors)) for rows, tensors in groups]
+        members = self._trained(optimizer)
+        room = spare_bytes(self._subject.device)
+        if _bytes(members) > room:
+            part = self._gate.turn(self._weights_every) % PARTS
+            members = [(row, tensor) for row, tensor in members if self._parts[row] == part]
+        size = _bytes(members)
+        if size <= room:
+            self._copies[id(optimizer)] = {
+                row: copy for rows, tensors in alike(members) for row, copy in zip(rows, _copied(tensors), strict=True)
+            }
         elif not self._refused:
             self._refused = True
-            logger.info("trackbridge: no update_ratio: there is no room for a copy of the weights (%d bytes)", size)
+            logger.info("trackbridge: some parameters have no update_ratio: no room for a copy of %d bytes", size)
 
     @torch.no_grad()
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        copies = self._copies.pop(id(optimizer), [])
+        copies = self._copies.pop(id(optimizer), {})
         if self._gate.due(self._weights_every):
-            now = alike((row, p.detach()) for row, p in self._subject.members(optimizer) if p.requires_grad)
-            known = [rows for rows, _ in copies] == [rows for rows, _ in now]
-            for place, (rows, tensors) in enumerate(now):
-                found = reduce.change(tensors, copies[place][1] if known else None)
-                self._write("weight", rows, found.norm)
-                self._peak.write(rows, found.peak)
-                self._nonfinite.write(rows, found.nonfinite)
-                if found.moved is not None:
-                    self._write("update", rows, found.moved)
+            members = self._trained(optimizer)
+            for rows, tensors in alike(member for member in members if member[0] in copies):
+                moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
+                assert moved is not None
+                self._write("update", rows, moved)
+            for rows, tensors in alike(member for member in members if member[0] not in copies):
+                self._change(rows, tensors)
+            self._seen["update"][[row for row, tensor in members if not tensor.numel()]] = 1.0
         if self._gate.due(self._moments_every):
             for kind in MOMENTS:
                 for rows, tensors in alike(_states(self._subject, optimizer, kind)):
                     self._write(kind, rows, reduce.norms(tensors))
+
+    def _trained(self, optimizer: Any) -> list[tuple[int, Tensor]]:
+        """Row and this rank's shard of what `optimizer` trains; some may be empty."""
+        return [(row, local(p.detach())) for row, p in self._subject.members(optimizer) if p.requires_grad]
+
+    def _change(self, rows: list[int], tensors: list[Tensor], old: list[Tensor] | None = None) -> reduce.Change:
+        found = reduce.change(tensors, old)
+        self._write("weight", rows, found.norm)
+        self._peak.write(rows, found.peak)
+        self._nonfinite.write(rows, found.nonfinite)
+        return found
 
     def _write(self, kind: str, rows: list[int], norms: Tensor) -> None:
         self._norm[kind].write(rows, norms)
@@ -110,6 +129,8 @@ class WeightProbe:
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         seen = {kind: stats[f"{kind}_seen"] > 0 for kind in ("weight", "update", *MOMENTS)}
+        if not any(each.any() for each in seen.values()):
+            return np.zeros(len(self.series)), np.zeros(len(self.series), dtype=bool)
         weight, update, bad = stats["weight_norm"], stats["update_norm"], stats["weight_nonfinite"]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = update / weight
@@ -136,11 +157,19 @@ class WeightProbe:
         return np.concatenate(values), np.concatenate(present)
 
 
-def spare_bytes(device: torch.device) -> int:
-    """What a probe may use for a moment without asking the device for memory."""
-    if device.type != "cuda":
-        return COPY_BYTES
-    return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+def shares(sizes: Sequence[int], count: int) -> list[int]:
+    """To which of `count` parts, of about the same size, each of `sizes` belongs: the largest first, to the smallest part."""
+    parts = [(0, number) for number in range(count)]
+    found = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        size, part = heapq.heappop(parts)
+        found[place] = part
+        heapq.heappush(parts, (size + sizes[place], part))
+    return found
+
+
+def _bytes(members: Sequence[tuple[int, Tensor]]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in members)
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
