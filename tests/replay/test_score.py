@@ -33,9 +33,12 @@ def test_the_trend_is_the_line_whatever_a_few_outliers_do(level: float, slope: f
 
 @given(level=st.floats(0.5, 10.0), sigma=st.floats(0.02, 0.3), seed=st.integers(0, 2**31))
 def test_sigma_is_that_of_the_noise(level: float, sigma: float, seed: int) -> None:
-    noise = np.random.default_rng(seed).normal(0.0, sigma, FITTED)
-    losses = {step: {"train/loss": level + float(value)} for step, value in enumerate(noise)}
-    assert 0.4 * sigma < fit(losses, FITTED, 0.0, NOWHERE).sigma < 2.0 * sigma
+    """On the average of 20 fits: one in a thousand fits finds less than 0.4 of it."""
+    found = []
+    for noise in np.random.default_rng(seed).normal(0.0, sigma, (20, FITTED)):
+        losses = {step: {"train/loss": level + float(value)} for step, value in enumerate(noise)}
+        found.append(fit(losses, FITTED, 0.0, NOWHERE).sigma)
+    assert 0.65 * sigma < np.mean(found) < 1.25 * sigma
 
 
 def test_with_hardly_any_past_the_level_is_what_is_known() -> None:
