@@ -217,6 +217,7 @@ def test_a_fused_optimizer_drops_a_flagged_update(scaled: bool) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_protect_never_waits_for_the_device() -> None:
     model = nn.Linear(3, 1).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)

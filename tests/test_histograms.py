@@ -178,6 +178,7 @@ def test_none_when_they_are_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_without_waiting() -> None:
     tensors = [torch.randn(size, device="cuda") * 10.0**-size for size in (3, 250, 5)]
     tensors += [torch.randn(5_000_000, device="cuda"), torch.zeros(3_000_000, device="cuda")]
