@@ -114,7 +114,7 @@ def test_off_by_default_and_silent_without_a_gpu(tmp_path: Path, caplog: pytest.
 
 def test_without_a_gpu_a_sample_has_no_device_memory() -> None:
     sampler = HostSampler()
-    sampler.devices = {torch.device("cpu")}
+    sampler.watch([torch.device("cpu")])
     assert set(sampler.sample(0)) == {"host/rss_bytes"} and sampler.sample(1) == {} and not sampler.squeezed
 
 

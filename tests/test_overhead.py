@@ -118,13 +118,6 @@ def test_it_recovers_when_the_steps_become_longer(limit: float, thinned: float, 
     assert factors == sorted(factors, reverse=True) and factors[-1] == 1
 
 
-@given(st.lists(st.tuples(Share, st.floats(1e-4, 10)), max_size=400))
-@settings(max_examples=50, deadline=None)
-def test_without_a_limit_nothing_is_given_up(steps: list[tuple[float, float]]) -> None:
-    throttle = Throttle(None)
-    assert not any(throttle.add(*step) for step in steps) and throttle.factor == 1
-
-
 def test_one_hiccup_is_no_habit() -> None:
     throttle = Throttle(0.01)
     for step in range(10 * WINDOW):

@@ -50,4 +50,4 @@ class StepClock:
 def compiled_graphs() -> int:
     """How many graphs the compiler has made in this process: a step in which it grows measures the compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+    return dynamo.counters["stats"].get("unique_graphs", 0) if dynamo is not None else 0

@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 logger = logging.getLogger("trackbridge")
 
@@ -98,13 +98,22 @@ class Part:
             self.timer.enter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False] | bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if self.timer is not None:
             self.timer.leave()
-        if error is None or not isinstance(error, Exception):
-            return False
+        return isinstance(error, Exception) and self.caught(error)
+
+    def run(self, what: Callable[..., object], *args: object, **kwargs: object) -> None:
+        """``with self: what(...)`` while it is alive, inside of another part that is charged for the time."""
+        if self.alive:
+            try:
+                what(*args, **kwargs)
+            except Exception as error:
+                if not self.caught(error):
+                    raise
+
+    def caught(self, error: Exception) -> bool:
+        """The part has failed. False where that is to be raised."""
         self.failures += 1
         if self.strict or "PYTEST_CURRENT_TEST" in os.environ:
             return False
@@ -113,6 +122,6 @@ class Part:
             logger.error(
                 "trackbridge: %s failed and is switched off; training goes on. Please report this.",
                 self.name,
-                exc_info=(type(error), error, trace),
+                exc_info=(type(error), error, error.__traceback__),
             )
         return True

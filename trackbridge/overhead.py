@@ -37,13 +37,22 @@ HEARD_S = 1.0  # how often a rank looks for what rank 0 has decided
 AHEAD_S = 5.0  # between the decision and the step from which it holds: by then every rank has heard of it
 
 
-class _Entered(threading.local):
+class _Depth:
     """How deep a thread is in our code, and since when."""
+
+    __slots__ = ("depth", "event", "since")
 
     def __init__(self) -> None:
         self.depth = 0
         self.since = 0.0
         self.event: Any = None
+
+
+class _Thread(threading.local):
+    """To look something up here is what costs: hence one object, once a call."""
+
+    def __init__(self) -> None:
+        self.here = _Depth()
 
 
 class Expense:
@@ -57,7 +66,7 @@ class Expense:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.device: torch.device | None = None  # CUDA, to be timed as well
         self._now = now
-        self._here = _Entered()
+        self._thread = _Thread()
         self._seconds = 0.0
         self._sampling = False
         self._pairs: list[tuple[Any, Any]] = []
@@ -65,7 +74,7 @@ class Expense:
         self._device_share: float | None = None
 
     def enter(self) -> None:
-        here = self._here
+        here = self._thread.here
         here.depth += 1
         if here.depth == 1:
             if self._sampling:
@@ -73,7 +82,7 @@ class Expense:
             here.since = self._now()
 
     def leave(self) -> None:
-        here = self._here
+        here = self._thread.here
         here.depth -= 1
         if here.depth == 0:
             self._seconds += self._now() - here.since
@@ -89,7 +98,7 @@ class Expense:
         On CUDA the greater of the two shares, the host's and the device's: where the device is what the run waits for, only its
         own time delays a step; where the host is, only the host's.
         """
-        here = self._here
+        here = self._thread.here
         if here.depth:  # `run.step` itself: what comes of it belongs to the next
             now = self._now()
             self._seconds += now - here.since
@@ -98,7 +107,8 @@ class Expense:
         if self._pairs:
             self._pending.append((seconds, self._pairs))
             self._pairs = []
-        self._read()
+        if self._pending:
+            self._read()
         self._sampling = self.device is not None and step % SAMPLED == SAMPLED - 1
         return max(own / seconds if seconds > 0 else 0.0, self._device_share or 0.0)
 
@@ -130,7 +140,7 @@ class Throttle:
     therefore ends in one factor and never swings.
     """
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float) -> None:
         self.factor = 1
         self.step_s = 0.0  # mean over the last window
         self._limit = limit
@@ -141,7 +151,7 @@ class Throttle:
 
     def add(self, share: float, seconds: float) -> bool:
         """One ordinary step of `seconds` and our share of it. True when `factor` has changed."""
-        if self._limit is None or seconds <= 0:
+        if seconds <= 0:
             return False
         self._own.append(share * seconds)
         self._total += seconds
@@ -166,7 +176,6 @@ class Throttle:
 
     def _say(self, judged: float, before: int) -> None:
         """Once that it begins, and once that there is nothing left to give up; the rest is in ``trackbridge/thinning``."""
-        assert self._limit is not None
         if not self._told:
             self._told = True
             logger.warning(
@@ -270,10 +279,10 @@ class Economy:
             self._concert.close()
 
 
-def economy(run: RunInfo, limit: float | None) -> Economy:
+def economy(run: RunInfo, limit: float) -> Economy:
     """What keeps this rank to `limit`."""
     throttle = Throttle(limit)
-    if limit is None or run.world_size == 1 or (store := ranks.store()) is None:
+    if run.world_size == 1 or (store := ranks.store()) is None:
         return Economy(throttle, None)
     concert = Concert(private(store), f"{run.run_id}/{run.attempt}", leader=run.rank == 0)
     return Economy(throttle, concert, leader=run.rank == 0)

@@ -18,17 +18,16 @@ Comparing, hashing and packing happen in `Recorder.pack`, on the scribe's thread
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge import fingerprints, hostcopy, rng, tree
+from trackbridge import fingerprints, hostcopy, process, rng, tree
 from trackbridge.batches import Fetch, plain_ids
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import Part, Timer, UsageError
@@ -74,8 +73,7 @@ class RawMicro:
     forwards: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RawContext:
+class RawContext(NamedTuple):
     """What the training thread knows of one step; `Recorder.pack` makes a `StepContext` of it."""
 
     step: int
@@ -128,7 +126,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._part = Part("the recorder's forward hook", strict=strict, timer=timer)
         self._paused = 0
-        self._pid = os.getpid()
+        self._pid = process.pid()
         self._next = 0  # a guess, until a step is closed
         self._open = _Open(config.batch_bytes)
         self._before: RngState | None = None
@@ -218,7 +216,7 @@ class Recorder:
 
     def forward(self) -> None:
         """A watched model is about to run with gradients on."""
-        if self._paused or self._pid != os.getpid() or hostcopy.capturing():
+        if self._paused or self._pid != process.pid() or hostcopy.capturing():
             return
         if self._open.fresh:
             self._start()
@@ -236,8 +234,9 @@ class Recorder:
         """The optimizer has stepped, and this was step number `step`. `batch` and its identity are the user's own, used
         where `run.batches` saw none."""
         done = self._open
-        micros, ahead = _consumed(done)
-        after = None if ahead or self._paused or hostcopy.capturing() else self._capture_after()
+        off = self._paused > 0 or hostcopy.capturing()
+        micros, ahead = _consumed(done) if done.micros else ([], [])
+        after = None if ahead or off else self._capture_after()
         if batch is not None and not micros:
             micros = [RawMicro(None, self._keep(batch))]
             done.notes.append(AFTER_USE)
@@ -257,7 +256,7 @@ class Recorder:
         self._next = step + 1
         self._before = None
         self._open = _Open(self._config.batch_bytes, micros=ahead)
-        if (done.rng is None or done.early) and not self._paused and not hostcopy.capturing():
+        if (done.rng is None or done.early) and not off:
             self._start()
             self._open.early = True
         nbytes = _STATE_BYTES * (1 + 2 * len(micros)) + self._config.batch_bytes - done.room

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge import attempts, hostcopy, names, provenance, redact
+from trackbridge import attempts, hostcopy, names, process, provenance, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.backends.resolve import resolve
 from trackbridge.batches import Feed
@@ -37,6 +36,7 @@ from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
 from trackbridge.memory import MemorySnapshots
 from trackbridge.merging import merging
+from trackbridge.misuse import Misuse
 from trackbridge.overhead import Expense, economy
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
@@ -162,20 +162,21 @@ class Run:
         backends: Sequence[BackendConfig],
         config: Mapping[str, Any],
     ) -> None:
-        self._pid = os.getpid()
+        self._pid = process.pid()
         self._settings = settings
         self._directory = directory
         self._info = info
         self._step = info.start_step
         self._pace = Pace(steps=settings.perf.steps)
         self._expense = Expense()
-        self._economy = economy(info, settings.max_overhead)
+        self._economy = None if settings.max_overhead is None else economy(info, settings.max_overhead)
         strict, timer = settings.strict, self._expense
         self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
         self._part = Part("the run", strict=strict, timer=timer)
         self._watching = False
-        self._accepted: set[str] = set()  # public methods that were called as they should be
-        self._complained = False
+        misuse = Misuse()
+        self._using = {method: misuse.of() for method in ("micro", "log", "log_artifact", "checkpoint_saved")}
+        self._using_step = misuse.of()
         self._went_back = False
         self._ended = False
         self._rows_dropped = 0
@@ -324,8 +325,9 @@ class Run:
         self._instruments.attach(models, optimizers, scaler)
         self._models = models
         self._meter.attach(models, device_of(models))
-        self._host.devices = {parameter.device for module in models.values() for parameter in module.parameters()}
-        self._expense.device = next((device for device in self._host.devices if device.type == "cuda"), None)
+        devices = {parameter.device for module in models.values() for parameter in module.parameters()}
+        self._host.watch(devices)
+        self._expense.device = next((device for device in devices if device.type == "cuda"), None)
         if self._recorder is not None:
             self._recorder.attach(models, optimizers, scaler, state or {}, generators or {})
         if self._auto is not None:
@@ -384,13 +386,13 @@ class Run:
         """
         if self._inert() or not self._part.alive:
             return
-        with self._used("micro"):
+        with self._using["micro"] as used:
             value, tokens_read, samples_read = scalar("loss", loss), count("tokens", tokens), count("samples", samples)
             padded_read, sample_losses = count("padded", padded), of_samples("sample_loss", sample_loss)
             with self._part:
                 self._pace.consumed(tokens_read or 0.0, samples_read or 0.0, padded_read or 0.0)
                 self._instruments.micro(value, tokens_read, sample_losses)
-            self._accepted.add("micro")
+            used.accepted = True
 
     def step(
         self,
@@ -427,15 +429,18 @@ class Run:
         given: dict[str, Tensor | float] = {}
         consumed: tuple[float | None, float | None, float | None] = (None, None, None)
         number = self._step
-        with self._used("step"):  # each on its own: what is wrong is left out, the rest is kept
+        used = self._using_step
+        with used:  # each on its own: what is wrong is left out, the rest is kept
             given = losses(loss)
-        with self._used("step"):
-            given |= {} if grad_norm is None else {"grad/norm": scalar("grad_norm", grad_norm)}
-        with self._used("step"):
+        if grad_norm is not None:
+            with used:
+                given["grad/norm"] = scalar("grad_norm", grad_norm)
+        with used:
             consumed = count("tokens", tokens), count("samples", samples), count("padded", padded)
-        with self._used("step"):
-            number = number if step is None else whole("step", step)
-        self._accepted.add("step")
+        if step is not None:
+            with used:
+                number = whole("step", step)
+        used.accepted = True
         with self._part:
             self._close_step(number, given, *consumed, skipped, batch, batch_index, sample_ids)
         news = self._scribe.news()
@@ -470,13 +475,16 @@ class Run:
                 host[name] = value
         if skipped:
             self._instruments.skipped()
-        host.update(self._guarded)
-        self._guarded = {}
+        if self._guarded:
+            host.update(self._guarded)
+            self._guarded = {}
         host.update(self._instruments.lr())
-        host.update(self._pace.close(tokens, samples, number, padded))
-        self._instruments.spent(host["perf/step_s"], host.get("perf/fetch_s", 0.0))
-        host.update(self._spent(number, host["perf/step_s"]))
-        host.update(self._meter.close(host["perf/step_s"], self._pace.consumed_tokens, steady=self._pace.steady))
+        pace = self._pace
+        host.update(pace.close(tokens, samples, number, padded))
+        seconds = host["perf/step_s"]
+        self._instruments.spent(seconds, host.get("perf/fetch_s", 0.0))
+        host.update(self._spent(number, seconds))
+        host.update(self._meter.close(seconds, pace.consumed_tokens, steady=pace.steady))
         if (convention := self._meter.convention()) is not None:
             self._scribe.submit(Params(-1, time.time(), {"perf": convention}))
         host.update(self._host.sample(number))
@@ -493,8 +501,7 @@ class Run:
             self._rows_dropped += 1
             self._scribe.contexts_dropped += context is not None
         else:
-            tokens = self._pace.consumed_tokens
-            self._scribe.submit_step(number, time.time(), slot, host, context, call=self._calls, tokens=tokens)
+            self._scribe.submit_step(number, time.time(), slot, host, context, call=self._calls, tokens=pace.consumed_tokens)
         self._calls += 1
         self._step = number + 1
 
@@ -503,9 +510,11 @@ class Run:
         share = self._expense.close(step, seconds)
         if not self._pace.steady:  # the first step, or a compiler's
             return {}
-        self._instruments.rarer(factor := self._economy.close(self._calls, share, seconds))
-        thinning = {} if self._settings.max_overhead is None else {"trackbridge/thinning": float(factor)}
-        return {"trackbridge/overhead_share": share, **thinning}
+        found = {"trackbridge/overhead_share": share}
+        if self._economy is not None:
+            self._instruments.rarer(factor := self._economy.close(self._calls, share, seconds))
+            found["trackbridge/thinning"] = float(factor)
+        return found
 
     def clip_grad_norm_(
         self,
@@ -564,16 +573,17 @@ class Run:
             raise UsageError(f"log takes a mapping of names to scalars, not {type(values).__name__}")
         at = max(self._step - 1, 0)
         given: dict[str, Tensor | float] = {}
-        with self._used("log"):
+        used = self._using["log"]
+        with used:
             at = at if step is None else whole("step", step)
         for name, value in values.items():
-            with self._used("log"):
+            with used:
                 given[_own(str(name), given)] = scalar(str(name), value)
         with self._part:
             numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
             tensors = hostcopy.copy({name: value for name, value in given.items() if isinstance(value, Tensor)})
             self._scribe.submit(Logged(at, time.time(), numbers, tensors))
-        self._accepted.add("log")
+        used.accepted = True
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
         """Copy a file or folder into the run directory, and ship it. The copy stays until the tracker has it. Returns at
@@ -583,9 +593,9 @@ class Run:
         """
         if self._inert():
             return
-        with self._used("log_artifact"):
+        with self._using["log_artifact"] as used:
             self._keeper.keep(Path(path), kind=kind, name=name, step=max(self._step - 1, 0))
-            self._accepted.add("log_artifact")
+            used.accepted = True
 
     def memory_snapshot(self, why: str = "asked for") -> bool:
         """Have a snapshot of the CUDA allocator written as an artifact, on another thread. False where there is none to be had:
@@ -600,7 +610,7 @@ class Run:
         """
         if self._inert():
             return
-        with self._used("checkpoint_saved"):
+        with self._using["checkpoint_saved"] as used:
             try:
                 remote = isinstance(path, str) and "://" in path
                 place, steps = path if remote else str(Path(path).absolute()), int(step)
@@ -609,7 +619,7 @@ class Run:
             if steps < 0:
                 raise UsageError(f"run.checkpoint_saved: a checkpoint has 0 steps or more in it, not {steps}")
             self._scribe.submit(Params(-1, time.time(), {"checkpoint": {"path": place, "step": steps}}))
-            self._accepted.add("checkpoint_saved")
+            used.accepted = True
 
     # your own checkpoint
 
@@ -644,7 +654,7 @@ class Run:
 
         What is not delivered by then stays in the journal; the report names the command that ships it. Safe to call twice.
         """
-        if self._report is not None or os.getpid() != self._pid:
+        if self._report is not None or process.pid() != self._pid:
             return self._report or FinishReport({}, True, self.dir)
         deadline = time.monotonic() + (60.0 if timeout is None else float(timeout))
         end = RunEnd(-1, time.time(), status, self._info.attempt, redact.text(str(error)) if error else None)
@@ -679,7 +689,8 @@ class Run:
         self.guard.detach()
         self._instruments.detach()
         self._meter.detach()
-        self._economy.stop()
+        if self._economy is not None:
+            self._economy.stop()
         self._host.close()
         if self._recorder is not None:
             self._recorder.detach()
@@ -723,19 +734,7 @@ class Run:
 
     def _inert(self) -> bool:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""
-        return self._ended or os.getpid() != self._pid
-
-    @contextmanager
-    def _used(self, method: str) -> Iterator[None]:
-        """Misuse raises on the first call of `method`; later it is said once, the values are left out and training goes on."""
-        try:
-            yield
-        except UsageError as error:
-            if method not in self._accepted:
-                raise
-            if not self._complained:
-                logger.warning("trackbridge: %s; such values are left out from now on", error)
-            self._complained = True
+        return self._ended or process.pid() != self._pid
 
     def _auto_step(self, loss: Tensor | None, batch: Any) -> None:
         for anomaly in self.step(loss, batch=batch):

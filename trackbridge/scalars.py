@@ -22,7 +22,9 @@ def scalar(what: str, value: Any) -> Tensor | float:
         if value.is_meta or value.is_quantized or value.is_complex() or value.layout is not torch.strided:
             raise UsageError(f"{what} must be an ordinary real tensor, not {value.dtype} on {value.device} ({value.layout})")
         if value.numel() == 1:
-            return _here(what, value).detach().reshape(())
+            found = _here(what, value)
+            found = found.detach() if found.requires_grad else found
+            return found.reshape(()) if found.dim() else found
         shape = tuple(value.shape)
         raise UsageError(f"{what} must be a scalar, got a tensor of shape {shape}: pass {what}.mean() or .sum()")
     try:
@@ -34,7 +36,7 @@ def scalar(what: str, value: Any) -> Tensor | float:
 
 def _here(what: str, value: Tensor) -> Tensor:
     """A DTensor's value where every rank has it; to make one whole would be a collective. Raises `UsageError`."""
-    if not hasattr(value, "placements"):
+    if type(value) is Tensor or not hasattr(value, "placements"):
         return value
     if not all(placement.is_replicate() for placement in value.placements):
         raise UsageError(f"{what} is spread over ranks ({value.placements[0]}): pass {what}.full_tensor()")

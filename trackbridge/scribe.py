@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trackbridge.detectors import Watch
 from trackbridge.errors import Part
@@ -31,8 +31,7 @@ from trackbridge.slab import Slot
 logger = logging.getLogger("trackbridge")
 
 
-@dataclass(frozen=True, slots=True)
-class ClosedStep:
+class ClosedStep(NamedTuple):
     """What `run.step` hands over: the slot being copied, the host's own numbers, and the step's raw context. `call` numbers the
     calls of this attempt, those that found no slot included; `tokens` were consumed in the step."""
 
@@ -179,14 +178,20 @@ class Scribe:
     @property
     def losses(self) -> dict[str, float]:
         """Series of what was lost so far; empty when nothing was."""
-        lost = {"trackbridge/rows_lost": self._rows.rows_lost, "trackbridge/contexts_dropped": self.contexts_dropped}
-        return {name: float(number) for name, number in lost.items() if number}
+        lost = {}
+        if self._rows.rows_lost:
+            lost["trackbridge/rows_lost"] = float(self._rows.rows_lost)
+        if self.contexts_dropped:
+            lost["trackbridge/contexts_dropped"] = float(self.contexts_dropped)
+        return lost
 
     @property
     def counts(self) -> dict[str, float]:
         """`losses`, and the capsules that others' severity cost."""
-        given_up = 0 if self._sealer is None else self._sealer.given_up
-        return self.losses | ({"trackbridge/capsules_given_up": float(given_up)} if given_up else {})
+        counted = self.losses
+        if self._sealer is not None and self._sealer.given_up:
+            counted["trackbridge/capsules_given_up"] = float(self._sealer.given_up)
+        return counted
 
     def watch_state(self) -> dict[str, Any]:
         """The detectors' state, for the user's checkpoint. Call through `ask`."""

@@ -7,7 +7,7 @@ waits for the copy and reads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,20 +34,28 @@ class Field:
 class Slab:
     """All fields in one device tensor and one host array, both float64 (float32 on devices that have no float64).
 
-    Counts stay exact past 2^24 and squares do not overflow; it is a few thousand numbers, so width costs nothing.
+    Counts stay exact past 2^24 and squares do not overflow; it is a few thousand numbers, so width costs nothing. On the CPU
+    both are parts of one array, `whole`, so that a step ends with one copy and one fill.
     """
 
     def __init__(self, fields: Iterable[Field], device: torch.device) -> None:
         self.fields = sorted(fields, key=lambda field: field.lasting)
-        self._on_device, size, volatile = _lay_out(self.fields, "device")
-        self._on_host, host_size, host_volatile = _lay_out(self.fields, "host")
+        host = [field for field in reversed(self.fields) if field.where == "host"]
+        self._on_host, facts = _lay_out(host)
+        self._on_device, size = _lay_out(field for field in self.fields if field.where == "device")
         self.device = device
-        self.tensor = torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self.facts: FloatArray = np.zeros(host_size)
-        behind = {name: slice(size + place.start, size + place.stop) for name, place in self._on_host.items()}
-        self._places = {**self._on_device, **behind}  # in what `Slot.read` returns
-        self._volatile = self.tensor[:volatile]
-        self._volatile_facts = self.facts[:host_volatile]
+        self.whole: FloatArray | None = np.zeros(facts + size) if device.type == "cpu" else None
+        if self.whole is not None:
+            self.facts, self.tensor = self.whole[:facts], torch.from_numpy(self.whole[facts:])
+        else:
+            self.facts = np.zeros(facts)
+            self.tensor = torch.zeros(size, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        behind = {name: slice(facts + place.start, facts + place.stop) for name, place in self._on_device.items()}
+        self._places = {**self._on_host, **behind}  # in what `Slot.read` returns
+        lasting = {where: sum(f.size for f in self.fields if f.lasting and f.where == where) for where in ("host", "device")}
+        self._volatile_facts = self.facts[lasting["host"] :]
+        self._volatile = self.tensor[: size - lasting["device"]]
+        self._volatile_whole = None if self.whole is None else self.whole[lasting["host"] : facts + size - lasting["device"]]
 
     def device_view(self, name: str) -> Tensor:
         """The field's part of the device tensor, shape (size,); writes go to the slab."""
@@ -71,20 +79,25 @@ class Slab:
 
     def reset(self) -> None:
         """Zero every field that is not lasting."""
-        self._volatile.zero_()
-        self._volatile_facts.fill(0.0)
+        if self._volatile_whole is not None:
+            self._volatile_whole.fill(0.0)
+        else:
+            self._volatile.zero_()
+            self._volatile_facts.fill(0.0)
 
 
 class Slot:
     """One host copy of a slab. Made and recycled by `Ring`; `owner` is whoever can read its layout."""
 
-    __slots__ = ("copy", "done", "facts", "keep", "owner", "step")
+    __slots__ = ("done", "facts", "keep", "owner", "step", "tensor", "whole")
 
     def __init__(self, slab: Slab) -> None:
         pinned = slab.device.type == "cuda"
-        with torch.inference_mode(False):  # it is written to again, outside of the mode that this may be in
-            self.copy = torch.empty(slab.tensor.shape, dtype=slab.tensor.dtype, device="cpu", pin_memory=pinned)
-        self.facts = np.empty_like(slab.facts)
+        self.whole = None if slab.whole is None else np.empty_like(slab.whole)
+        if self.whole is None:
+            with torch.inference_mode(False):  # it is written to again, outside of the mode that this may be in
+                self.tensor = torch.empty(slab.tensor.shape, dtype=slab.tensor.dtype, device="cpu", pin_memory=pinned)
+            self.facts = np.empty_like(slab.facts)
         self.done: torch.cuda.Event | None = (
             torch.cuda.Event(blocking=True) if pinned else None  # type: ignore[no-untyped-call]
         )
@@ -92,14 +105,26 @@ class Slot:
         self.owner: Any = None
         self.keep: Any = None
 
+    def copy(self, slab: Slab) -> None:
+        """Start copying `slab`, as it is now."""
+        if slab.whole is not None:
+            np.copyto(self.whole, slab.whole)  # type: ignore[arg-type]
+            return
+        np.copyto(self.facts, slab.facts)
+        self.tensor.copy_(slab.tensor, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
     def wait(self) -> None:
         """Return when the copy has arrived. Releases the GIL; for the scribe's thread."""
         if self.done is not None:
             self.done.synchronize()
 
     def read(self) -> FloatArray:
-        """Device numbers, then host facts, float64, copied: the slot may be recycled afterwards. Call after `wait`."""
-        return np.concatenate((self.copy.numpy(), self.facts), dtype=np.float64)
+        """Host facts, then device numbers, float64, copied: the slot may be recycled afterwards. Call after `wait`."""
+        if self.whole is not None:
+            return np.array(self.whole)
+        return np.concatenate((self.facts, self.tensor.numpy()), dtype=np.float64)
 
 
 RING_BYTES = 64 << 20
@@ -133,10 +158,7 @@ class Ring:
             self._unmade -= 1
             slot = Slot(slab)
         slot.step = step
-        np.copyto(slot.facts, slab.facts)
-        slot.copy.copy_(slab.tensor, non_blocking=True)
-        if slot.done is not None:
-            slot.done.record()
+        slot.copy(slab)
         return slot
 
     def give(self, slot: Slot) -> None:
@@ -145,19 +167,13 @@ class Ring:
         self._free.append(slot)
 
 
-def _lay_out(fields: Iterable[Field], where: str) -> tuple[dict[str, slice], int, int]:
-    """Places of the fields that live `where`, their total size, and the size of the part that a reset clears."""
+def _lay_out(fields: Iterable[Field]) -> tuple[dict[str, slice], int]:
+    """The places of `fields`, one behind the other, and their total size."""
     places: dict[str, slice] = {}
-    end = volatile = 0
-    for field in _only(fields, where):
+    end = 0
+    for field in fields:
         if field.name in places:
             raise ValueError(f"two slab fields are named {field.name!r}")
         places[field.name] = slice(end, end + field.size)
         end += field.size
-        if not field.lasting:
-            volatile = end
-    return places, end, volatile
-
-
-def _only(fields: Iterable[Field], where: str) -> Iterator[Field]:
-    return (field for field in fields if field.where == where)
+    return places, end

@@ -81,6 +81,7 @@ class Meter:
         self._handles: list[Any] = []
         self._peak: Peak | None = None
         self._device = ""
+        self._summed: tuple[list[Any], tuple[dict[Share, float], bool]] | None = None  # the newest passes, and their sum
         self._told = False
         self._over = False
         self._complained = False
@@ -164,12 +165,13 @@ class Meter:
             return {}
         total, selective = found
         series = {"perf/flops_per_s": sum(flops for (kind, _), flops in total.items() if kind == "model") / seconds}
-        ideal = {kind: self._ideal_s(total, kind) for kind in ("model", "again")}
-        if ideal["model"] is None:
+        ideal = self._ideal_s(total, "model")
+        if ideal is None:
             return series
-        series["perf/mfu"] = ideal["model"] / seconds
-        if ideal["again"] is not None and not selective:
-            series["perf/hfu"] = (ideal["model"] + ideal["again"]) / seconds
+        series["perf/mfu"] = ideal / seconds
+        again = self._ideal_s(total, "again")
+        if again is not None and not selective:
+            series["perf/hfu"] = (ideal + again) / seconds
         if series["perf/mfu"] > 1 and not self._over:
             self._over = True
             logger.warning(
@@ -199,6 +201,8 @@ class Meter:
 
     def _sum(self, passes: list[Any]) -> tuple[dict[Share, float], bool] | None:
         """FLOPs of all passes, and whether what runs again is known. None if a pass is unknown."""
+        if self._summed is not None and self._summed[0] == passes:
+            return self._summed[1]
         total: dict[Share, float] = {}
         selective = False
         for key in passes:
@@ -208,7 +212,10 @@ class Meter:
             selective |= known.selective
             for part, flops in known.flops.items():
                 total[part] = total.get(part, 0.0) + flops
-        return (total, selective) if total else None
+        if not total:
+            return None
+        self._summed = passes, (total, selective)
+        return total, selective
 
     def _ideal_s(self, total: Mapping[Share, float], kind: str) -> float | None:
         """Seconds that the device would take at its peak; None if a rate is unknown."""

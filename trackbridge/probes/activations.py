@@ -89,7 +89,8 @@ class ActivationProbe:
     def gate(self) -> None:
         """Tell hooks and compiled regions what this step has."""
         self._gates.update()
-        self._due[0] = max(self._due[0], float(self._gates.due[OUTPUTS]))
+        if self._gates.due[OUTPUTS]:
+            self._due[0] = 1.0
 
     def backward(self, begins: bool) -> None:
         """Close compiled regions while a backward pass recomputes what was checkpointed: there no Python looks whether."""

@@ -39,21 +39,28 @@ class Gates:
         self._switches = view[:KINDS]
         states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=KINDS)), dtype=view.dtype, device="cpu").to(view.device)
         self._states = list(states)
+        self._told = len(self._states) - 1
 
     def update(self) -> None:
         """The step, or a pause, has begun or ended."""
-        outputs, channels, logits = (self._gate.due(every) for every in self._every)
-        self.due = [outputs, outputs and channels, logits]
-        for kind, due in enumerate(self.due):
-            self.opened[kind] |= due
-            self.valves[kind].due = due
+        due = self._gate.due
+        every, channels_every, logits_every = self._every
+        outputs = due(every)
+        self.due = [outputs, outputs and due(channels_every), due(logits_every)]
+        for kind, now in enumerate(self.due):
+            if now:
+                self.opened[kind] = True
+            self.valves[kind].due = now
         self.set()
 
     def set(self, *, closed: bool = False) -> None:
         """Tell compiled regions; `closed` to all kinds."""
         self.closed = closed
-        number = 0 if closed else sum(due << (KINDS - 1 - kind) for kind, due in enumerate(self.due))
-        self._switches.copy_(self._states[number])
+        outputs, channels, logits = self.due
+        number = 0 if closed else outputs << 2 | channels << 1 | logits
+        if number != self._told:
+            self._told = number
+            self._switches.copy_(self._states[number])
 
     def end(self) -> None:
         """The step's measurements have been collected."""

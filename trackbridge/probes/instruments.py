@@ -77,7 +77,8 @@ class Instruments:
 
     def set(self, name: str, value: Tensor) -> None:
         """Copy a tensor of one element into the slab as series `name` of this step."""
-        self._live(value.device).scalars.set(name, value)
+        session = self._session or self._live(value.device)
+        session.scalars.set(name, value)
 
     def micro(self, loss: Tensor | float, tokens: Tensor | float | None, sample_loss: Tensor | None = None) -> None:
         """One micro-batch's mean loss, its weight in the step's mean (1 each when None), and its per-sample losses."""
@@ -129,9 +130,10 @@ class Instruments:
 
     def close(self, step: int) -> Slot | None:
         """The end of optimizer step `step`: start the copy of the slab to the host and reset it. None if no slot is free."""
-        slot = self._live().close(step)
+        session = self._live()
+        slot = session.close(step)
         self._gate.step = step + 1
-        self._live().activations.gate()
+        session.activations.gate()
         return slot
 
     def rarer(self, factor: int) -> None:

@@ -96,7 +96,7 @@ class PhaseProbe:
 
     def spent(self, step_s: float, fetch_s: float) -> None:
         """The wall time of the step that ends, and how much of it went into waiting for data."""
-        self._step_s[:] = step_s, fetch_s
+        self._step_s[0], self._step_s[1] = step_s, fetch_s
 
     def pause(self) -> None:
         """What follows belongs to no phase, until `resume`."""

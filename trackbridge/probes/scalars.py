@@ -45,13 +45,14 @@ class ScalarProbe:
         self._full = False
 
     def attach(self, slab: Slab) -> None:
-        self._values, self._seen = slab.device_view("scalars"), slab.host_view("scalars_seen")
+        values = slab.device_view("scalars")
+        self._cells, self._seen = list(values), slab.host_view("scalars_seen")
+        self._array = values.numpy() if slab.device.type == "cpu" else None
         self._sum, self._tokens = slab.device_view("loss_sum"), slab.device_view("loss_tokens")
         self._loss_seen = slab.host_view("loss_seen")
         self._worst, self._rows = slab.device_view("sample_worst"), slab.host_view("sample_rows")
         self._losses = slab.device_view("sample_losses")
 
-    @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
         """Copy a tensor of one element into the slab; the last value of a step counts."""
         place = self._places.get(name)
@@ -64,7 +65,11 @@ class ScalarProbe:
             place = self._places[name] = len(self._places)
             if name not in FIXED:
                 self.series = (*self.series, name)
-        self._values[place].copy_(value.detach().reshape(()), non_blocking=True)
+        value = value.detach() if value.requires_grad else value
+        if self._array is not None and value.is_cpu:
+            self._array[place] = value.item()
+        else:
+            self._cells[place].copy_(value.reshape(()), non_blocking=True)
         self._seen[place] = 1.0
 
     @torch.no_grad()

@@ -102,6 +102,7 @@ class Session:
             return Part(f"the {name} probe", strict=strict, timer=gate.timer)
 
         gradient, phase, activation = part("gradient"), part("phase"), part("activation")
+        weight, update = part("weight"), part("update count")
         self.subject = subject
         self.scalars = scalars
         self.gradients = GradientProbe(subject, parameters, gate, gradient)
@@ -114,13 +115,21 @@ class Session:
         of_updates: list[tuple[UpdateProbe, Part]] = [
             (self.gradients, gradient),
             (self.embeddings, part("embedding")),
-            (weight_probe, part("weight")),
-            (self.updates, part("update count")),
+            (weight_probe, weight),
+            (self.updates, update),
             (self.phases, phase),
             (rows, part("dead row")),
             (checksums, part("checksum")),
         ]
         self._probes: list[tuple[Probe, Part]] = [*of_updates, (self.activations, activation), (scalars, part("scalar"))]
+        self._ending: list[tuple[Probe, Part]] = [
+            (self.gradients, gradient),
+            (weight_probe, weight),
+            (self.updates, update),
+            (self.phases, phase),
+            (self.activations, activation),
+        ]
+        self._updating = part("update")
         self.copies = parameter_copies(subject)
         self.histograms = HistogramProbe(subject, parameters, gate, self.copies)
         self._histograms_part = part("histogram")
@@ -169,13 +178,13 @@ class Session:
 
     def lr(self) -> dict[str, float]:
         """The learning rates that this step's updates were made with; the present ones of an optimizer that did not step."""
+        if self._rates and len(self.subject.optimizers) == 1:
+            return self._rates
         return learning_rates(self.subject.optimizers) | self._rates
 
     def close(self, step: int) -> Slot | None:
-        for probe, part in self._probes:
-            if part.alive:
-                with part:
-                    probe.measure()
+        for probe, part in self._ending:
+            part.run(probe.measure)
         self._rates = {}
         slot = self._ring.take(step)
         intervals, counts = self.phases.take(), None
@@ -247,21 +256,19 @@ class Session:
         if depth > 1:
             return
         closure = _has_closure(args, kwargs)
-        for probe, part in self._around:
-            if part.alive:
-                with part:
-                    probe.before_update(optimizer, closure=closure)
+        with self._updating:
+            for probe, part in self._around:
+                part.run(probe.before_update, optimizer, closure=closure)
 
     def _after_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 1) - 1
         if depth > 0:
             return
-        self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
         closure = _has_closure(args, kwargs)
-        for probe, part in reversed(self._around):
-            if part.alive:
-                with part:
-                    probe.after_update(optimizer, closure=closure)
+        with self._updating:
+            self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
+            for probe, part in reversed(self._around):
+                part.run(probe.after_update, optimizer, closure=closure)
 
 
 def _has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
