@@ -206,7 +206,7 @@ def _packed(state: Any) -> Array:
     if isinstance(state, torch.Tensor):
         return state.numpy()
     if isinstance(state, tuple):
-        return _packed_python(state).copy()
+        return np.array(_packed_python(state))
     if state["bit_generator"] == "MT19937" and "has_gauss" in state:
         inner, gauss = state["state"], _gauss(bool(state["has_gauss"]), state["gauss"])
         return np.concatenate([[FORMAT], inner["key"], [inner["pos"]], gauss]).astype(np.uint32)

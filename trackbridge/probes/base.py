@@ -19,8 +19,8 @@ Stats: TypeAlias = Mapping[str, FloatArray]
 class Probe(Protocol):
     """Measures one kind of thing. `fields` is what it needs in the slab, `series` what it can give; both are fixed.
 
-    `attach`, `measure`, `detach` and the probe's hooks run on the training thread and never wait for the device. `finalize`
-    runs on the scribe's thread and touches nothing but its argument.
+    `attach`, `detach` and the probe's hooks run on the training thread and never wait for the device. `finalize` runs on the
+    scribe's thread and touches nothing but its argument.
     """
 
     @property
@@ -32,14 +32,18 @@ class Probe(Protocol):
     def attach(self, slab: Slab) -> None:
         """Bind the fields and install the hooks."""
 
-    def measure(self) -> None:
-        """The end of a step, just before the slab is copied: write what the hooks have not written."""
-
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """Values and whether they are present, both of shape (len(series),). Values of absent series mean nothing."""
 
     def detach(self) -> None:
         """Remove the hooks and let go of models and optimizers. Safe to call twice."""
+
+
+class Ending(Protocol):
+    """A probe that has something to do at the end of a step, on the training thread as its hooks."""
+
+    def measure(self) -> None:
+        """The slab is about to be copied: write what the hooks have not written."""
 
 
 class AroundUpdate(Protocol):

@@ -67,9 +67,6 @@ class ChecksumProbe:
                 self._sums.write(rows, checksums(tensors))
                 self._seen[rows] = 1.0
 
-    def measure(self) -> None:
-        pass
-
     def detach(self) -> None:
         pass
 

@@ -53,9 +53,6 @@ class DeadRowProbe(OfGradients):
         self._rows = Rows(slab, "dead_rows")
         self._seen, self._held = slab.host_view("dead_seen"), slab.host_view("dead_held")
 
-    def measure(self) -> None:
-        pass
-
     def detach(self) -> None:
         self._quiet.clear()
 

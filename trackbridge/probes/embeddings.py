@@ -59,9 +59,6 @@ class EmbeddingProbe(OfGradients):
         self._views = [slab.device_view(f"hottest_{number}") for number in range(len(self._tables))]
         self._seen = slab.host_view("hottest_seen")
 
-    def measure(self) -> None:
-        pass
-
     def detach(self) -> None:
         self._tables.clear()
 

@@ -101,9 +101,6 @@ class ScalarProbe:
         place.copy_(losses[: place.numel()], non_blocking=True)
         self._rows += losses.numel()
 
-    def measure(self) -> None:
-        pass
-
     def detach(self) -> None:
         pass
 

@@ -17,7 +17,7 @@ from trackbridge.errors import Part
 from trackbridge.names import LAYER
 from trackbridge.probes import dead_rows, gradients, weights
 from trackbridge.probes.activations import ActivationProbe
-from trackbridge.probes.base import AroundUpdate, BoolArray, Gate, Probe, Stats, UpdateProbe
+from trackbridge.probes.base import AroundUpdate, BoolArray, Ending, Gate, Probe, Stats, UpdateProbe
 from trackbridge.probes.checksums import ChecksumProbe
 from trackbridge.probes.dead_rows import DeadRowProbe
 from trackbridge.probes.embeddings import EmbeddingProbe
@@ -122,7 +122,7 @@ class Session:
             (checksums, part("checksum")),
         ]
         self._probes: list[tuple[Probe, Part]] = [*of_updates, (self.activations, activation), (scalars, part("scalar"))]
-        self._ending: list[tuple[Probe, Part]] = [
+        self._ending: list[tuple[Ending, Part]] = [
             (self.gradients, gradient),
             (weight_probe, weight),
             (self.updates, update),

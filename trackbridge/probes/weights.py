@@ -63,16 +63,25 @@ class WeightProbe:
         self._norm = {kind: Rows(slab, f"{kind}_norm") for kind in kinds}
         self._peak, self._nonfinite = Rows(slab, "weight_max"), Rows(slab, "weight_nonfinite")
         self._seen = {kind: slab.host_view(f"{kind}_seen") for kind in kinds}
-        self._held = slab.host_view("weight_held"), slab.host_view("moment_held")
+        self._held = {"weight": slab.host_view("weight_held"), "exp_avg": slab.host_view("moment_held")}
+        self._covered: dict[str, set[int]] = {kind: set() for kind in self._held}  # by which optimizers, in this step
 
     def measure(self) -> None:
         """Note which parameters a total must cover: when only one of two optimizers stepped, there is no total."""
-        weights, moments = self._held
-        for optimizer in self._subject.optimizers.values():
-            if self._seen["weight"].any():
-                weights[[row for row, parameter in self._subject.members(optimizer) if parameter.requires_grad]] = 1.0
-            if self._seen["exp_avg"].any():
-                moments[[row for row, _ in _states(self._subject, optimizer, "exp_avg")]] = 1.0
+        for kind, covered in self._covered.items():
+            if covered:
+                for optimizer in self._subject.optimizers.values():
+                    if id(optimizer) not in covered:
+                        self._cover(kind, optimizer)
+                covered.clear()
+
+    def _cover(self, kind: str, optimizer: Any) -> None:
+        self._covered[kind].add(id(optimizer))
+        if kind == "weight":
+            rows = [row for row, parameter in self._subject.members(optimizer) if parameter.requires_grad]
+        else:
+            rows = [row for row, _ in _states(self._subject, optimizer, kind)]
+        self._held[kind][rows] = 1.0
 
     def detach(self) -> None:
         self._copies.clear()
@@ -107,10 +116,12 @@ class WeightProbe:
             for rows, tensors in alike(member for member in members if member[0] not in copies):
                 self._change(rows, tensors)
             self._seen["update"][[row for row, tensor in members if not tensor.numel()]] = 1.0
+            self._cover("weight", optimizer)
         if self._gate.due(self._moments_every):
             for kind in MOMENTS:
                 for rows, tensors in alike(_states(self._subject, optimizer, kind)):
                     self._write(kind, rows, reduce.norms(tensors))
+            self._cover("exp_avg", optimizer)
 
     def _trained(self, optimizer: Any) -> list[tuple[int, Tensor]]:
         """Row and this rank's shard of what `optimizer` trains; some may be empty."""
