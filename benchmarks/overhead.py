@@ -44,7 +44,7 @@ from trackbridge.probes.outputs import first_tensor
 from trackbridge.probes.sites import choose
 
 EVERYTHING: dict[str, Any] = {
-    "parameters": {"gradients_every": 1, "weights_every": 1, "moments_every": 1},
+    "parameters": {"gradients_every": 1, "means_every": 1, "weights_every": 1, "moments_every": 1},
     "activations": {"sites": "blocks+branches"},
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {

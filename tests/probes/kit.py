@@ -17,7 +17,7 @@ class Lab:
     """Instruments on one model and optimizer (or mappings of them). `close` returns what was present in that step."""
 
     def __init__(self, model: Any, optimizer: Any = None, scaler: Any = None, **config: Any) -> None:
-        every = {"weights_every": 1, "moments_every": 1}
+        every = {"weights_every": 1, "moments_every": 1, "means_every": 1}
         parameters = ParametersConfig(**{**every, **{k: v for k, v in config.items() if k in ParametersConfig.model_fields}})
         given = {k: v for k, v in config.items() if k in ActivationsConfig.model_fields}
         activations = ActivationsConfig(**{"channels_every": 1, **given})

@@ -105,6 +105,18 @@ def test_differences(dtype: torch.dtype, size: int, step: float) -> None:
     assert np.array_equal(torch.stack(found[:3]), torch.stack(reduce.change(new)[:3]), equal_nan=True)
 
 
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("by", [0.37, 1e-30])
+def test_what_is_multiplied_on_the_way_has_torchs_bits(sums: bool, by: float) -> None:
+    tensors = [randn(size, seed=size) for size in (3, cpu.SMALL + 1, cpu.PIECE + 77)]
+    tensors[1][:9] = -0.0
+    factor = torch.tensor(by)
+    wanted = [tensor * factor for tensor in tensors]
+    found = cpu.summarise(tensors, sums=sums, by=factor.item())
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(tensors, wanted, strict=True))
+    assert np.array_equal(found, cpu.summarise(wanted, sums=sums))
+
+
 def test_the_number_of_threads_changes_no_bit() -> None:
     x, y = randn(2_000_000), randn(2_000_000, seed=1)
     once = cpu.summarise([x], [y]), cpu.summarise([x], sums=True)
@@ -132,6 +144,27 @@ def test_mean_and_zeros_of_the_accumulated_gradient() -> None:
     assert layer(found, "grad_zeros") == pytest.approx(zeros) and zeros["0.weight"] == 0.375
     assert (found["grad/zero"], found["grad/vanishing"], found["grad/missing"]) == (0, 0, 0)
     assert not {"grad/zero", "grad/missing"} & lab.close().keys()  # no update
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("every", "due"), [(None, [0, 10]), (4, [0, 4, 8]), (1, list(range(12))), (0, [])])
+def test_means_have_a_cadence_of_their_own(clip: bool, every: int | None, due: list[int]) -> None:
+    lab = Lab(model := linear(), optimizer := sgd(model), means_every=every)
+    steps: list[int] = []
+    for step in range(12):
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        if clip:
+            lab.instruments.clip_grad_norm_(0.1)
+        wanted = {name: float(p.grad.mean()) for name, p in model.named_parameters()}
+        optimizer.step()
+        found = lab.close()
+        assert len(layer(found, "grad_norm")) == 4 and found["grad/zero"] == 0
+        if layer(found, "grad_mean"):
+            assert layer(found, "grad_mean") == pytest.approx(wanted, rel=1e-4, abs=1e-7)
+            assert len(layer(found, "grad_zeros")) == 4
+            steps.append(step)
+    assert steps == due
 
 
 def test_which_parameters_get_nothing() -> None:

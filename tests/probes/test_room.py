@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.probes.kit import Lab
 from tests.probes.test_gradients import layer
+from tests.probes.test_ranks import present
 from trackbridge.probes import room, weights
 from trackbridge.probes.weights import PARTS, shares
 from trackbridge.replay.compare import Observation, compare
@@ -77,6 +78,22 @@ def test_without_room_every_parameter_has_its_turn(monkeypatch: pytest.MonkeyPat
         seen += now
     assert sorted(seen) == sorted(f"weights.{number}" for number in range(len(SIZES)))  # each once
     assert max(copied) <= most < WHOLE and sum(copied) == WHOLE
+
+
+def test_of_ranks_that_could_not_copy_the_same_only_what_all_have_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings, names = [], []
+    for bytes_ in (WHOLE, WHOLE - 1):  # shards of one model, each as large as the whole here
+        monkeypatch.setattr(room, "HOST_BYTES", bytes_)
+        lab = Lab(model := Many(), optimizer := torch.optim.SGD(model.parameters(), lr=0.01))
+        model().backward()
+        optimizer.step()
+        slot = lab.instruments.close(0)
+        assert slot is not None
+        readings.append(lab.instruments.read(slot))
+        names.append(set(layer(present(lab, readings[-1]), "update_ratio")))
+    assert len(names[0]) == len(SIZES) > len(names[1]) > 0
+    merged = present(lab, readings[1].merged([reading.numbers for reading in readings]))
+    assert set(layer(merged, "update_ratio")) == names[1] and len(layer(merged, "weight_norm")) == len(SIZES)
 
 
 def test_with_room_all_are_measured_at_once(copied: list[int]) -> None:

@@ -116,7 +116,7 @@ def summarise(
     Rows: norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements; with `old`, tensors of the
     same shapes, norms of the differences; or with `sums`, sums, and counts of elements that are not 0. Norms are finite
     wherever they are as float64. With `by`, contiguous float32 `tensors` are multiplied in place by this float32, and looked
-    at while they are at hand (`sums` only).
+    at while they are at hand.
     """
     result = np.zeros((5 if sums else 4 if old is not None else 3, len(tensors)))
     joined, alone = _plan(tuple([tensor.numel() for tensor in tensors]))
@@ -132,7 +132,10 @@ def summarise(
             result[:, which] = _joined(_join(now), starts, before, sums)
         for i in alone:
             flat = tensors[i].detach().reshape(-1)
-            result[:, i] = _with_sums(flat, factor) if sums else _alone(flat, None if old is None else old[i].reshape(-1))
+            if sums:
+                result[:, i] = _with_sums(flat, factor)
+            else:
+                result[:, i] = _alone(flat, None if old is None else old[i].reshape(-1), factor)
     return result
 
 
@@ -205,11 +208,13 @@ def _joined(x: FloatArray, starts: npt.NDArray[np.intp], old: FloatArray | None,
     return np.stack(found)
 
 
-def _alone(flat: Tensor, old: Tensor | None) -> list[float]:
+def _alone(flat: Tensor, old: Tensor | None, factor: np.float32 | None) -> list[float]:
     squares = moved = 0.0
     high, low = -math.inf, math.inf
     others = iter(()) if old is None else pieces(old)
     for x in pieces(flat):
+        if factor is not None:
+            np.multiply(x, factor, out=x)
         squares += dot(x, x)
         high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))
         if old is not None:

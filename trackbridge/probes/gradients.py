@@ -31,6 +31,7 @@ STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_mean", "grad_zero
 TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
+MEANS_EVERY = 10  # on the CPU, where they take two more passes
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 
@@ -39,6 +40,8 @@ class GradientProbe(OfGradients):
     def __init__(self, subject: Subject, config: ParametersConfig, gate: Gate, part: Part) -> None:
         self._subject = subject
         self._every = config.gradients_every
+        usual = MEANS_EVERY if subject.device.type == "cpu" else 1
+        self._means_every = usual if config.means_every is None else config.means_every
         self._gate = gate
         self._part = part
         size = len(subject.parameters)
@@ -59,6 +62,7 @@ class GradientProbe(OfGradients):
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
             Field("grad_held", size, "host"),  # likewise; what a total must cover
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
+            Field("grad_means", 1, "host"),  # this step has sums and counts of zeros
         )
         self.series: tuple[str, ...] = (
             *TOTALS,
@@ -67,6 +71,7 @@ class GradientProbe(OfGradients):
 
     def attach(self, slab: Slab) -> None:
         self._all, self._fields = Rows(slab, *MEASURED), tuple(Rows(slab, name) for name in MEASURED)
+        self._first, self._means = Rows(slab, *MEASURED[:3]), slab.host_view("grad_means")
         self._nonfinite = self._fields[2]
         self._missing = slab.host_view("grad_missing")
         self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
@@ -132,10 +137,11 @@ class GradientProbe(OfGradients):
         if not reduce.scalable(gradients, total):
             return None
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        return rows, gradients, reduce.scale(gradients, factor, total)
+        return rows, gradients, reduce.scale(gradients, factor, total, means=self._with_means())
 
     def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
-        self._all.write(rows, reduce.scaled_summary(partial))
+        found = reduce.scaled_summary(partial)
+        (self._all if len(found) == len(MEASURED) else self._first).write(rows, found)
         self._counted[rows] = 1.0
         self._scaled |= {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
 
@@ -169,7 +175,7 @@ class GradientProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
-        place = 1.0 + self._subject.place(optimizer)
+        place, means = 1.0 + self._subject.place(optimizer), self._with_means()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         held = []
         for row, parameter in self._subject.members(optimizer):
@@ -183,8 +189,13 @@ class GradientProbe(OfGradients):
             left = set(known)
             held = [(row, grad) for row, grad in held if row not in left]
         for rows, gradients in alike(held):
-            self._write(rows, reduce.summary(gradients), scale)
+            self._write(rows, reduce.summary(gradients, means=means), scale)
             self._seen[rows] = self._held[rows] = place
+
+    def _with_means(self) -> bool:
+        due = self._gate.due(self._means_every)
+        self._means[0] = float(due)
+        return due
 
     def _is_scaled(self, row: int, gradient: Tensor) -> bool:
         """True if this is what clipping measured, unchanged since."""
@@ -194,8 +205,10 @@ class GradientProbe(OfGradients):
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
         bad = summary.nonfinite
         for place, values in ((0, summary.norm), (1, summary.peak), (3, summary.total)):
-            self._fields[place].write(rows, values if scale is None else values / scale)
-        self._fields[4].write(rows, summary.nonzero)
+            if values is not None:
+                self._fields[place].write(rows, values if scale is None else values / scale)
+        if summary.nonzero is not None:
+            self._fields[4].write(rows, summary.nonzero)
         if bad is not None:  # keeps what was counted before clipping
             new = [i for i, row in enumerate(rows) if not self._counted[row]]
             if len(new) == len(rows):
@@ -221,7 +234,8 @@ class GradientProbe(OfGradients):
         missing = float(((stats["grad_missing"] > 0) & ~stepped).sum())
         bads = float(bad[counted].sum())
         unlocated = bads > 0 and not (before | (bad < size))[counted].any()
-        silent = seen & (nonzero == 0)
+        silent = seen & (peak == 0)
+        means = seen & bool(stats["grad_means"][0])
         vanishing = _vanishing(norm / np.sqrt(size), seen & ~silent)
         totals = (
             self._before_clipping(stats, norm, seen), root_sum(norm, seen), bads, unlocated, silent.sum(), vanishing, missing,
@@ -236,7 +250,7 @@ class GradientProbe(OfGradients):
             (some or missing > 0) and whole and not dropped,
         )
         values = np.concatenate((totals, norm, peak, bad, added / size, 1.0 - nonzero / size))
-        return values, np.concatenate((known, seen, seen, counted, seen, seen))
+        return values, np.concatenate((known, seen, seen, counted, means, means))
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""

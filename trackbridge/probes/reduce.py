@@ -21,13 +21,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
 
 
 class Summary(NamedTuple):
-    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN."""
+    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN. `total` and
+    `nonzero` are None where they were not asked for."""
 
     norm: Tensor
     peak: Tensor
     nonfinite: Tensor | None
-    total: Tensor
-    nonzero: Tensor
+    total: Tensor | None
+    nonzero: Tensor | None
 
 
 class Change(NamedTuple):
@@ -39,16 +40,16 @@ class Change(NamedTuple):
     moved: Tensor | None
 
 
-def summary(tensors: Sequence[Tensor]) -> Summary:
-    """One pass on the CPU and on CUDA."""
+def summary(tensors: Sequence[Tensor], *, means: bool = True) -> Summary:
+    """One pass on the CPU and on CUDA. Without `means` the CPU leaves out total and nonzero."""
     kernels = kernels_for(tensors[0])
     if kernels is not None:
         return Summary(*kernels.summarise(tensors).unbind())
     if tensors[0].device.type != "cpu":
         return Summary(norms(tensors), peaks(tensors), nonfinites(tensors), _totals(tensors), _nonzeros(tensors))
-    found = cpu.summarise(tensors, sums=True)
-    norm, peak, bad, total, nonzero = torch.from_numpy(found).unbind()
-    return Summary(norm, peak, bad if found[2].any() else None, total, nonzero)  # reading a CPU tensor is no synchronisation
+    found = cpu.summarise(tensors, sums=means)
+    norm, peak, bad, *more = torch.from_numpy(found).unbind()
+    return Summary(norm, peak, bad if found[2].any() else None, *(more or (None, None)))
 
 
 def change(new: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> Change:
@@ -85,19 +86,19 @@ def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
     return known and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Any:
-    """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found.
-    Where the factor is 1 nothing is written."""
+def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, means: bool = True) -> Any:
+    """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found,
+    on the CPU without `means` only the first three. Where the factor is 1 nothing is written."""
     if total.device.type == "cpu":
         by = factor.item()
-        return torch.from_numpy(cpu.summarise(tensors, sums=True, by=by if by != 1.0 else None))
+        return torch.from_numpy(cpu.summarise(tensors, sums=means, by=by if by != 1.0 else None))
     kernels = kernels_for(total)
     assert kernels is not None
     return kernels.scale(tensors, factor, total)
 
 
 def scaled_summary(partial: Any) -> Tensor:
-    """Of the tensors after it, but counts of non-finite elements before: the fields of `Summary`, shape (5, k)."""
+    """Of the tensors after it, but counts of non-finite elements before: the fields of `Summary`, shape (5 or 3, k)."""
     if isinstance(partial, Tensor):
         return partial
     kernels = _kernels()
