@@ -3,6 +3,7 @@ nothing that a module does when it is looked at breaks them."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,11 +51,19 @@ def take_off(mode: TorchFunctionMode) -> None:
 
 
 def in_export() -> bool:
-    """True while `torch.export` traces: what it makes outlives the run. Before torch 2.7 nobody can tell.
+    """True while `torch.export` traces: what it makes outlives the run.
 
-    Not `torch.compiler.is_exporting()`: before torch 2.13 the compiler takes it for True in every graph that it traces.
+    Not `torch.compiler.is_exporting()`: torch 2.6 has none, and before torch 2.13 the compiler takes it for True in every graph
+    that it traces. The flag behind it is up in no strict export of torch 2.7; the hierarchy of modules is there in all of them.
     """
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+    tracing = sys.modules.get("torch.export._trace")
+    flagged = getattr(torch.compiler, "_is_exporting_flag", False)
+    return bool(flagged) or getattr(tracing, "_EXPORT_MODULE_HIERARCHY", None) is not None
+
+
+# What `torch.compiler.assume_constant_result` does, without the seconds that it takes to import the compiler: graphs have the
+# answer of the time they are traced, and no guard on what was looked at (one on `sys.modules` fails in torch 2.13).
+in_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:
