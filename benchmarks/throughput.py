@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py                         # 2,000 rows of 500 series (1,000,000 values) to each tracker
     python benchmarks/throughput.py --rows 200 --trackers mlflow --json
+    python benchmarks/throughput.py --rows 400 --trackers wandb-online    # through the loopback server of tests/
 
 Two figures each. *Training thread*: milliseconds a step spends in the call, median: ours is `run.step` with the statistics of a
 model of 32 parameters on, about 500 series (`training_thread.py`), the SDK's is one call with as many floats that are there
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,7 @@ def backend(tracker: str, folder: Path, uri: str) -> Any:
             "tensorboard": {"kind": "tensorboard", "logdir": str(folder / "tb")},
             "mlflow": {"kind": "mlflow", "tracking_uri": uri, **unlimited},
             "wandb": {"kind": "wandb", "mode": "offline", **unlimited},
+            "wandb-online": {"kind": "wandb", "mode": "online", "base_url": uri, "entity": "team", **unlimited},
         }[tracker]
     )
 
@@ -83,10 +87,12 @@ def theirs(tracker: str, folder: Path, uri: str, rows: int) -> dict[str, float]:
     values = data(rows).tolist()
     calls = []
     begun = time.perf_counter()
-    if tracker == "wandb":
+    if tracker.startswith("wandb"):
         import wandb
 
-        run = wandb.init(mode="offline", dir=folder, project="throughput")
+        online = tracker == "wandb-online"
+        settings = wandb.Settings(base_url=uri) if online else None
+        run = wandb.init(mode="online" if online else "offline", dir=folder, project="throughput", settings=settings)
         for row in values:
             before = time.perf_counter()
             run.log(dict(zip(NAMES, row, strict=True)))
@@ -143,6 +149,15 @@ def one(what: str, tracker: str, uri: str, rows: int) -> dict[str, float]:
     return {**result, "peak_mb": int(peak[1]) / 1000 if peak else 0.0}
 
 
+def wandb_server(pipe: Connection) -> None:
+    """A W&B server in a process of its own, until something is received."""
+    from tests.wandb_server import WandbServer
+
+    with WandbServer() as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trackers", nargs="+", default=["tensorboard", "mlflow", "wandb"])
@@ -155,16 +170,21 @@ def main() -> None:
         return
     from benchmarks.training_thread import step_cost
     from tests.faults.trackers import Mlflow
+    from tests.wandb_server import KEY
 
-    os.environ["WANDB_SILENT"] = "true"
+    os.environ |= {"WANDB_SILENT": "true", "WANDB_API_KEY": KEY}
     results: dict[str, Any] = {"values": options.rows * SERIES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         step = results["step"] = step_cost(Path(place) / "step", steps=1000, layers=16)
         server = Mlflow(Path(place)) if "mlflow" in options.trackers else None
-        uri = "none" if server is None else f"http://127.0.0.1:{server.proxy.target}"
+        uris = {} if server is None else {"mlflow": f"http://127.0.0.1:{server.proxy.target}"}
+        pipe, other = multiprocessing.Pipe()
+        if "wandb-online" in options.trackers:
+            multiprocessing.get_context("spawn").Process(target=wandb_server, args=(other,), daemon=True).start()
+            uris["wandb-online"] = pipe.recv()
         for tracker in options.trackers:
             ways = ["ours", "theirs", *(["packed"] if tracker == "mlflow" else [])]
-            found = results[tracker] = {way: _run(way, tracker, uri, options.rows) for way in ways}
+            found = results[tracker] = {way: _run(way, tracker, uris.get(tracker, "none"), options.rows) for way in ways}
             best = min(found[way]["seconds"] for way in ways if way != "ours")
             if not options.json:
                 mine, sdk = found["ours"], found["theirs"]
@@ -175,6 +195,7 @@ def main() -> None:
                     f"{best:.1f} s ({results['values'] / best:.0f}/s, {sdk['peak_mb']:.0f} MB)",
                     flush=True,
                 )
+        pipe.send("over")
         if server is not None:
             server.close()
     if options.json:

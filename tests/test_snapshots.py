@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from tests.fsdp2_here import needs_shards
 from trackbridge import hostcopy, snapshots, tree
 from trackbridge.config import RecorderConfig
+from trackbridge.journal import JournalWriter
+from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder
 from trackbridge.rundir import RunDirectory
 from trackbridge.snapshots import Snapshots, Watched
@@ -199,7 +207,7 @@ def test_while_the_scribe_is_behind_more_are_kept(tmp_path: Path) -> None:
     little.passed = 0
     for step in range(0, 100, 10):
         keep(little, Watched({"": nn.Linear(2, 2)}), step)
-    assert len(little._kept) == 4, 'as many as the budget holds'
+    assert len(little._kept) == 4, "as many as the budget holds"
 
 
 def test_a_state_dict_that_raises_is_named_and_the_rest_is_kept(tmp_path: Path) -> None:
@@ -415,6 +423,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from trackbridge import tree
 from trackbridge.config import RecorderConfig
+from trackbridge.journal import JournalWriter
+from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder
 from trackbridge.rundir import RunDirectory
 
@@ -445,6 +455,7 @@ print("sharded", rank)
 """
 
 
+@needs_shards
 def test_each_rank_of_fsdp2_keeps_its_own_shards(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -521,3 +532,46 @@ def test_without_any_sign_it_is_taken_at_the_close_and_again_after_a_pause(tmp_p
     skeleton, arrays, _ = tree.load(folder(tmp_path, 1))
     assert tree.unpack(skeleton, arrays)["models"][""]["weight"].item() == 2.0
     assert record.pin(0) == "the oldest snapshot in memory is of step 1, after step 0"
+
+
+# -- a full disk
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process may grow beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 300, 900], ids=["nothing fits", "the receipt fits", "half a snapshot fits"])
+def test_a_full_disk_costs_the_snapshot_leaves_no_half_of_one_and_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    what, _ = watched()
+    ring = make(tmp_path)
+    keep(ring, what, 0)
+    directory = RunDirectory(tmp_path)
+    contexts = JournalWriter(directory.contexts(0), segment_bytes=1 << 20, fsync_seconds=60.0)
+    recorder = cast(Recorder, SimpleNamespace(pin=ring.pin))
+    pins = Pins(directory, 0, recorder, contexts, 100)
+    with full_disk(room), caplog.at_level(logging.INFO, "trackbridge"):
+        pins.pin("spike-5", 0, 5, 9)
+        assert pins.wait(30.0)
+    assert list(folder(tmp_path, 0).parent.iterdir()) == []
+    receipt = directory.pin("spike-5", 0)
+    if room:
+        assert "could not be written: File too large" in json.loads(receipt.read_text())["why_not"]
+        assert caplog.records == []
+    else:
+        assert not receipt.exists()
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and record.exc_info is None
+        assert "a capsule could not be made: [Errno 27] File too large" in record.getMessage()
+    assert ring.pin(0) is None, "there is room again"
+    assert (folder(tmp_path, 0) / tree.STATE_JSON).exists()
+    contexts.close()

@@ -80,5 +80,7 @@ class Pins:
             job = self._jobs.get()
             try:
                 job()
+            except OSError as error:  # a full disk
+                logger.warning("trackbridge: a capsule could not be made: %s; training goes on", error)
             except Exception:
                 logger.exception("trackbridge: a capsule could not be made; training goes on")

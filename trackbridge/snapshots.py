@@ -163,6 +163,8 @@ class Snapshots:
             snapshot.writing = True
         try:
             self._write(snapshot)
+        except OSError as error:
+            return f"the snapshot of step {snapshot.step} could not be written: {error.strerror or error}"
         finally:
             snapshot.writing = False
         return None
@@ -229,10 +231,14 @@ class Snapshots:
         shutil.rmtree(temporary, ignore_errors=True)
         facts = {**self._facts, "gone_back": snapshot.gone_back}
         metadata = {"step": snapshot.step, **facts, "missing": snapshot.missing, "first": snapshot.first}
-        tree.save(temporary, _with_scaler_numbers(snapshot), tree.to_numpy(snapshot.copy.leaves), metadata=metadata)
-        if folder.exists():  # of an earlier attempt or before going back: its capsules were sealed from it or never will be
-            shutil.rmtree(folder)
-        temporary.rename(folder)
+        try:
+            tree.save(temporary, _with_scaler_numbers(snapshot), tree.to_numpy(snapshot.copy.leaves), metadata=metadata)
+            if folder.exists():  # of an earlier attempt or before going back: its capsules were sealed from it or never will be
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk half a snapshot is in the way
+            raise
 
 
 def _pack(watched: Watched) -> tuple[Any, dict[str, Any], dict[str, str]]:

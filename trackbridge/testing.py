@@ -38,6 +38,7 @@ T0 = 1_750_000_000.0
 UGLY_NAMES = (
     "layer[0].weight", "layer_0_.weight", "a//b", "/x", "x/", "a/../b", ".", "n" * 300, "n" * 301, "потеря/β", "val@1",
     "val_at_1", "a b", "50%", "a#b", "a?b", "Val@1", "loss (GiB)", "a\\b", 'q"uote', "a,b=c|d<e>",
+    "\\", "*", "$", "\\.", "a.", "..",
 )  # fmt: skip
 
 Points = dict[str, list[tuple[int, float]]]

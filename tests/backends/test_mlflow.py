@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -90,6 +92,54 @@ class TestDatabase(BackendContract):
 
     def read_back(self, config: MlflowConfig, run: RunInfo) -> ReadBack:
         return read_back(config, run)
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process may grow beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+HALF = 200_000
+"""Bytes of a database that MLflow has not finished making."""
+
+
+def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:
+    path, run = tmp_path / "new" / "mlflow.db", run_info(tmp_path)
+    backend = MlflowConfig(tracking_uri=f"sqlite:///{path}").build()
+    with full_disk(HALF), pytest.raises(RetryLater, match=r"^MLflow at sqlite:///\S+: .*(disk I/O error|full)$"):
+        backend.open(run)
+    assert list(path.parent.iterdir()) == []
+    backend.open(run)
+    deliver(backend, rows(range(3)))
+    assert backend.close(end(3), timeout=20) == 3
+    assert [file.name for file in path.parent.iterdir()] == ["mlflow.db"]
+
+
+def test_a_database_that_mlflow_left_half_made_is_named_and_left_alone(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    path, run = tmp_path / "mlflow.db", run_info(tmp_path)
+    config = MlflowConfig(tracking_uri=f"sqlite:///{path}")
+    with full_disk(HALF), pytest.raises(Exception, match="disk"):
+        MlflowClient(config.uri).search_experiments()
+    broken = path.read_bytes()
+    with pytest.raises(TrackbridgeError) as told:
+        config.build().open(run)
+    assert not isinstance(told.value, RetryLater)
+    assert f"{path} is broken (" in str(told.value) and "Move the file away" in str(told.value)
+    assert "\n" not in str(told.value) and "CREATE TABLE" not in str(told.value)
+    assert path.read_bytes() == broken
+    path.rename(tmp_path / "aside.db")
+    backend = config.build()
+    backend.open(run)
+    deliver(backend, rows(range(3)))
+    assert backend.close(end(3), timeout=20) == 3
 
 
 # -- a server

@@ -42,7 +42,12 @@ def script(folder: Path, text: str, sdk: str = "wandb", **environment: str) -> s
 
 
 def ours(history: list[dict[str, Any]]) -> list[int]:
-    return [int(row[STEP]) for row in history if SEQ in row and "train/loss" in row]
+    return [int(row[STEP]) for row in history if marks(row) and "train/loss" in row]
+
+
+def marks(row: dict[str, Any]) -> list[str]:
+    """Under which keys a row says its seq: one for each recording in a run."""
+    return [key for key in row if key.startswith(SEQ)]
 
 
 def config(run: RecordedRun, key: str) -> Any:
@@ -127,6 +132,41 @@ theirs.finish()
     assert ours(history) == list(range(20))
     assert [row["mine"] for row in history if "mine" in row] == [*map(float, range(30)), 99.0]
     assert wandb_server.operations["CommitArtifact"] >= 1
+
+
+TWO = """
+for name, many in (("one", 20), ("two", 13)):
+    run = trackbridge.init(backend="wandb", join=True, id=f"{name}-{theirs.offline}", config={name: 1})
+    steps(run, many)
+    run.log_artifact("a.txt")
+    report = run.finish(60)
+    assert report, str(report)
+theirs.log({"mine": 99.0})
+theirs.finish()
+"""
+
+
+def both_arrived(history: list[dict[str, Any]]) -> None:
+    rows = [row for row in history if "train/loss" in row]
+    first = marks(rows[0])
+    assert [int(row[STEP]) for row in rows if marks(row) == first] == list(range(20))
+    assert [int(row[STEP]) for row in rows if marks(row) != first] == list(range(13))
+
+
+def test_two_recordings_in_one_run_are_told_apart(tmp_path: Path, wandb_server: WandbServer) -> None:
+    from tests.wandb_server import KEY
+
+    (tmp_path / "a.txt").write_text("hello")
+    begin = 'theirs = wandb.init(project="their-project", id="theirs", settings=wandb.Settings('
+    script(tmp_path, f'{begin}mode="offline", x_transaction_log_flush_interval=0.2))\n{TWO}')
+    held = load(tmp_path / "wandb")
+    both_arrived(held.history)
+    assert (config(held, "one"), config(held, "two")) == (1, 1)
+    assert len(held.artifacts) == 2
+    script(
+        tmp_path, f"{begin}x_file_stream_transmit_interval=1))\n{TWO}", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY
+    )  # fmt: skip
+    both_arrived(wandb_server.run("their-project", "theirs").history())
 
 
 def test_in_a_thread_the_run_object_is_there_and_the_global_run_is_left_alone(tmp_path: Path) -> None:

@@ -68,9 +68,7 @@ def streamed(given: list[Record]) -> list[Record]:
 def journal(path: Path, given: list[Record], backends: list[dict[str, Any]] | None = None) -> RunDirectory:
     directory = RunDirectory(path)
     life = Attempt(number=0, start_step=0, time=0.0, pid=os.getpid(), host="elsewhere")
-    directory.write(
-        RunFile(project="p", run_id=path.name, name="n", created=1.0, attempts=[life], backends=backends or [])
-    )
+    directory.write(RunFile(project="p", run_id=path.name, name="n", created=1.0, attempts=[life], backends=backends or []))
     writer = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=1e9)
     for record in given:
         writer.append(record)
@@ -141,9 +139,7 @@ def _refuse(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def test_b5_what_is_read_back_is_everything_not_a_sample(
-    wandb_server: WandbServer, connect: Connect, run: RunInfo
-) -> None:
+def test_b5_what_is_read_back_is_everything_not_a_sample(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
     """1,152 points with one spike. A sampled history would give 500 of them, and perhaps not the spike."""
     given = [row(i, i, {"train/loss": 77.0 if i == 801 else 1.0}) for i in range(1152)]
     backend = connect(run)

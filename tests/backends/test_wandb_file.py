@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -81,6 +82,52 @@ def test_a_flipped_byte_costs_one_block_and_is_counted(file: Path, tmp_path: Pat
     assert run.damage >= bool(lost)
 
 
+def test_what_is_found_in_a_records_bytes_is_what_it_says(file: Path) -> None:
+    reader, seqs = wandb_file.RunFile(file), []
+    for data in reader.payloads():
+        record = reader.parsed(data)
+        kind = record.WhichOneof("record_type")
+        assert wandb_file.kind_of(data) == record.DESCRIPTOR.fields_by_name[kind].number
+        if kind == "history":
+            seqs.append(wandb_file.number_in(data, SEQ))
+        if kind in ("history", "summary"):
+            items = record.history.item or record.summary.update
+            said = {wandb_file.item_key(item): item.value_json for item in items}
+            assert wandb_file.number_in(data, SEQ) == (int(said[SEQ]) if SEQ in said else None)
+    assert seqs == list(range(ROWS + 1))
+
+
+LIKE_OURS = [SEQ, f"\x0f{SEQ}", f"\x12\x0f{SEQ}", f"\n\x15\x12\x0f{SEQ}"]
+WORDS = st.text(max_size=40) | st.sampled_from([*LIKE_OURS, f"\x12\x0f{SEQ}\u0082\x01\x0213", "x" * 127, "x" * 300])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(WORDS, WORDS, st.booleans()), max_size=6), st.integers(0, 2**62), st.booleans(), st.integers(0, 6))
+def test_a_number_is_found_under_its_key_alone(others: list[tuple[str, str, bool]], seq: int, there: bool, place: int) -> None:
+    """Whatever the other keys and values are: our own key as a value, as a part of another key, or the end of one."""
+    schema = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    items = [
+        (name, json.dumps(value, ensure_ascii=False), nested)
+        for name, value, nested in others
+        if there or name not in LIKE_OURS
+    ]
+    items = [item for item in items if item[0] != SEQ]
+    if there:
+        items.insert(place, (SEQ, str(seq), place % 2 == 0))
+    record = schema.Record(num=seq)
+    record.history.SetInParent()
+    for name, value, nested in items:
+        record.history.item.add(value_json=value, **({"nested_key": [name]} if nested else {"key": name}))
+    data = record.SerializeToString()
+    assert wandb_file.kind_of(data) == wandb_file.HISTORY
+    assert wandb_file.number_in(data, SEQ) == (seq if there else None)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_record_raise_nothing(data: bytes) -> None:
+    assert wandb_file.kind_of(data) >= -1
+
+
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run-x.wandb"
     path.write_bytes(os.urandom(100))
@@ -103,8 +150,12 @@ def test_lives_are_read_in_their_order(tmp_path: Path) -> None:
     assert [path.parent.name for path in wandb_file.run_files(tmp_path, "a-1")] == [names[3], *names[:3]]
 
 
-@given(st.text(), st.text())
+NAMES = st.text() | st.from_regex(r"\A(?:u*\\?|u*_.?|\\u*)\Z")
+
+
+@given(NAMES, NAMES)
 def test_keys_are_injective_and_never_the_trackers_own(one: str, other: str) -> None:
     assert original(key(one)) == one
     assert not key(one).startswith("_")
+    assert key(one) != "\\"
     assert (key(one) == key(other)) == (one == other)

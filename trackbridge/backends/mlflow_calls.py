@@ -8,6 +8,7 @@ because the shipper backs off by itself. It is applied by the shipper to its own
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,45 @@ def client(uri: str) -> Any:
     from mlflow.tracking import MlflowClient
 
     with calling(uri):
+        _make(uri)
         return MlflowClient(tracking_uri=uri)
+
+
+def _make(uri: str) -> None:
+    """Make the SQLite database of `uri` if there is none: aside, and in its place when it is whole. MLflow takes dozens of
+    steps to make one, and a database that a full disk has left half made can never be opened again."""
+    from mlflow.tracking import MlflowClient
+
+    path = _sqlite_file(uri)
+    if path is None or path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+        _place(aside, path)
+    finally:
+        for part in path.parent.glob(f"{aside.name}*"):  # a journal of SQLite's among them
+            part.unlink(missing_ok=True)
+
+
+def _place(aside: Path, path: Path) -> None:
+    """Call `aside` `path`, unless somebody else has made one meanwhile."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            aside.rename(path)
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """The database's file; None for what is no SQLite file."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    return None if path in ("", ":memory:") else Path(path).absolute()
 
 
 @contextmanager
@@ -54,6 +93,34 @@ def calling(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, RequestException, OSError) as error:
         raise _meaning(error, uri) from None
+    except Exception as error:
+        if not type(error).__module__.startswith("sqlalchemy."):  # not in every installation of MLflow
+            raise
+        raise _of_database(error, uri) from None
+
+
+_HALF_MADE = ("already exists", "duplicate column", "no such table", "no such column", "malformed", "not a database")
+
+
+def _of_database(error: Exception, uri: str) -> Exception:
+    """What SQL's own error means, without the statement."""
+    said = redact.text(" ".join(str(getattr(error, "orig", None) or error).split()))[:200]
+    if _sqlite_file(uri) is not None and any(words in said for words in _HALF_MADE):
+        _forget(uri)
+        return TrackbridgeError(
+            f"MLflow's database {public(uri)} is broken ({said}): a disk that was full when it was made or upgraded? "
+            "Move the file away, and a new one is made"
+        )
+    return RetryLater(_BACK_OFF_SECONDS, f"MLflow at {public(uri)}: {said}")
+
+
+def _forget(uri: str) -> None:
+    """Let MLflow open the database anew: it keeps its connections by address, also those to a file that was moved away."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    engine = getattr(SqlAlchemyStore, "_engine_map", {}).pop(uri, None)
+    if engine is not None:
+        engine.dispose()
 
 
 def _meaning(error: Exception, uri: str) -> Exception:
@@ -119,10 +186,11 @@ def from_environment() -> str | None:
 
 def absolute(uri: str) -> str:
     """A relative SQLite file belongs to the directory it was named in, not to that of whoever opens it later."""
-    if not uri.startswith("sqlite:///") or uri.startswith("sqlite:////"):
+    path = _sqlite_file(uri)
+    if path is None or uri.startswith("sqlite:////"):
         return uri
-    path, mark, query = uri.removeprefix("sqlite:///").partition("?")
-    return uri if path in ("", ":memory:") else f"sqlite:///{Path(path).absolute()}{mark}{query}"
+    _, mark, query = uri.partition("?")
+    return f"sqlite:///{path}{mark}{query}"
 
 
 def default_uri() -> str:

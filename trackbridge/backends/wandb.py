@@ -40,6 +40,7 @@ from trackbridge.backends.wandb_rows import (
     artifact_type,
     config_values,
     history_row,
+    keys_of,
     project_name,
     tags,
 )
@@ -94,7 +95,8 @@ class WandbConfig(BackendConfig):
         return self.project or project_name(run.project)
 
     def check(self) -> None:
-        plugins.require("wandb", "wandb")
+        if not plugins.installed("wandb"):  # importing it takes most of a second, of the training process too
+            plugins.require("wandb", "wandb")
         if self.report:
             plugins.require("wandb_workspaces", "reports")
 
@@ -154,6 +156,7 @@ class WandbBackend:
 
     def open(self, run: RunInfo, /) -> int:
         self._info = run
+        self._keys = keys_of(run, joined=self._config.joined is not None)
         self._rows: deque[Row] = deque()
         self._facts: dict[int, Record] = {}
         self._given = -1
@@ -226,6 +229,7 @@ class WandbBackend:
             pace=self._pace,
             created=run.created,
             new=not (noted.get("url") or config.joined),
+            keys=self._keys,
         )
         self._drop()
         self._process = self._client(run)
@@ -318,7 +322,7 @@ class WandbBackend:
         for record in records:
             self._tell(record)
         for part in _parts(rows):
-            self._call("log", [history_row(row) for row in part], self._floor())
+            self._call("log", [history_row(row, self._keys.seq) for row in part], self._floor())
 
     def _tell(self, record: Record) -> None:
         if isinstance(record, Params):

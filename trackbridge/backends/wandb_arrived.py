@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trackbridge.backends.wandb_file import RecordedRun, RunFile, item_key, run_files
-from trackbridge.backends.wandb_rows import ANOMALY, CREATED, FLOOR, PARAMS
-from trackbridge.names import SEQ
+from trackbridge.backends.wandb_file import HISTORY, SUMMARY, RecordedRun, RunFile, item_key, kind_of, number_in, run_files
+from trackbridge.backends.wandb_rows import ANOMALY, CREATED, Keys
 
 PAGE = 2000
 
@@ -44,7 +43,8 @@ def taken(api: Any, entity: str | None, project: str, run_id: str, created: floa
 
 @dataclass(frozen=True)
 class Arrived:
-    """What the tracker holds. `rows`: highest seq of a row; `params` and `anomalies` (by id) likewise; `floor`: see `FLOOR`.
+    """What the tracker holds. `rows`: highest seq of a row; `params` and `anomalies` (by id) likewise; `floor`: see
+    `wandb_rows.FLOOR`.
     `artifacts`: by seq, None for arrived, else why not. `ended`: the run is marked as ended. `answers` counts the
     successful read-backs."""
 
@@ -60,9 +60,10 @@ class Arrived:
 class OnlineReader:
     """Reads back from the server what has arrived: only new rows, only their seq."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, keys: Keys) -> None:
         import wandb
 
+        self._keys = keys
         self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
         self._where = {"entity": run.entity, "project": run.project, "run": run.id}
         self._next = int(run.starting_step) or int(run.step)  # in a run of the user's there may be rows before ours
@@ -73,7 +74,7 @@ class OnlineReader:
         stop, rows = self._next, -1
         while stop > 0 and rows < 0:
             start = max(0, stop - PAGE)
-            rows = max((row[SEQ] for row in self._page(start, stop - 1)[1]), default=-1)
+            rows = max((row[self._keys.seq] for row in self._page(start, stop - 1)[1]), default=-1)
             stop = start
         answer, _ = self._page(self._next, self._next)
         self.seen = self._facts(answer, rows)
@@ -83,7 +84,7 @@ class OnlineReader:
         more = True
         while more:
             answer, rows = self._page(self._next, self._next + PAGE - 1)
-            highest = max((row[SEQ] for row in rows), default=self.seen.rows)
+            highest = max((row[self._keys.seq] for row in rows), default=self.seen.rows)
             self._next = max((row["_step"] + 1 for row in rows), default=self._next)
             self.seen = self._facts(answer, highest)
             more = len(rows) == PAGE
@@ -93,21 +94,22 @@ class OnlineReader:
 
     def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""
-        spec = json.dumps({"keys": ["_step", SEQ], "minStep": first, "maxStep": last, "samples": last - first + 1})
+        wanted = ["_step", self._keys.seq]
+        spec = json.dumps({"keys": wanted, "minStep": first, "maxStep": last, "samples": last - first + 1})
         answer = self._api._service_api.execute_graphql(READ_BACK, {**self._where, "spec": spec}, timeout=15)
         run = (answer.get("project") or {}).get("run") or {}
         rows = (run.get("sampledHistory") or [[]])[0]
-        return run, [{key: int(row[key]) for key in ("_step", SEQ)} for row in rows]
+        return run, [{key: int(row[key]) for key in wanted} for row in rows]
 
     def _facts(self, run: dict[str, Any], rows: int) -> Arrived:
         summary = json.loads(run.get("summaryMetrics") or "{}")
         config = json.loads(run.get("config") or "{}")
-        params = config.get(PARAMS) or {}
+        params = config.get(self._keys.params) or {}
         return Arrived(
             rows=rows,
-            floor=int(summary.get(FLOOR, -1)),
+            floor=int(summary.get(self._keys.floor, -1)),
             params=int(params.get("value", -1)),
-            anomalies=_anomalies(summary),
+            anomalies=self._keys.anomalies(summary),
             ended=run.get("state", "running") not in ("running", "pending"),
             answers=self.seen.answers + 1,
         )
@@ -120,7 +122,8 @@ class OfflineReader:
     than writing.
     """
 
-    def __init__(self, folder: Path, run_id: str) -> None:
+    def __init__(self, folder: Path, run_id: str, keys: Keys) -> None:
+        self._keys = keys
         self._files = [RunFile(path) for path in run_files(folder, run_id)]
         self._run = RecordedRun()  # what is neither a row nor the summary
         self._summary: dict[str, Any] = {}
@@ -133,16 +136,16 @@ class OfflineReader:
     def read(self) -> Arrived:
         artifacts = dict(self.seen.artifacts)
         for file in self._files:
-            for record in file.read():
-                self._take(record)
+            for data in file.payloads():
+                self._take(data, file)
         for artifact in self._run.artifacts:
-            artifacts[int(artifact.metadata.get(SEQ, -1))] = None
+            artifacts[int(artifact.metadata.get(self._keys.seq, -1))] = None
         self._run.artifacts.clear()
         seen = Arrived(
             rows=self._rows,
-            floor=int(self._summary.get(FLOOR, -1)),
-            params=int(self._run.config.get(PARAMS, -1)),
-            anomalies=_anomalies(self._summary),
+            floor=int(self._summary.get(self._keys.floor, -1)),
+            params=int(self._run.config.get(self._keys.params, -1)),
+            anomalies=self._keys.anomalies(self._summary),
             artifacts=artifacts,
             ended=self._run.exit_code is not None,
             answers=self.seen.answers + 1,
@@ -153,24 +156,17 @@ class OfflineReader:
         self.seen = seen
         return seen
 
-    def _take(self, record: Any) -> None:
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            found = (item for item in reversed(record.history.item) if item_key(item) == SEQ)  # we write it last
-            if (item := next(found, None)) is not None:
-                self._rows = max(self._rows, int(json.loads(item.value_json)))
-        elif kind == "summary":
-            text = record.summary.SerializeToString()  # W&B repeats every series there; ours are few, and rare
-            if FLOOR.encode() in text or ANOMALY.encode() in text:
+    def _take(self, data: bytes, file: RunFile) -> None:
+        kind = kind_of(data)
+        if kind == HISTORY:
+            self._rows = max(self._rows, -1 if (seq := number_in(data, self._keys.seq)) is None else seq)
+        elif kind == SUMMARY:  # W&B repeats every series there; ours are few, and rare
+            floor = self._keys.floor
+            if (floor.encode() in data or ANOMALY.encode() in data) and (record := file.parsed(data)) is not None:
                 for item in record.summary.update:
-                    if (name := item_key(item)).startswith((FLOOR, ANOMALY)):
+                    if (name := item_key(item)).startswith((floor, ANOMALY)):
                         self._summary[name] = json.loads(item.value_json)
-            for item in record.summary.remove:
-                self._summary.pop(item_key(item), None)
-        else:
+                for item in record.summary.remove:
+                    self._summary.pop(item_key(item), None)
+        elif (record := file.parsed(data)) is not None:
             self._run.add(record)
-
-
-def _anomalies(summary: dict[str, Any]) -> dict[str, int]:
-    found = {key.removeprefix(ANOMALY): value for key, value in summary.items() if key.startswith(ANOMALY)}
-    return {key: int(value.get("seq", -1)) for key, value in found.items() if isinstance(value, dict)}

@@ -23,9 +23,10 @@ import psutil
 from trackbridge.backends import exhibits, folders, wandb_history, wandb_views
 from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader, taken
 from trackbridge.backends.wandb_fetch import KIND
-from trackbridge.backends.wandb_rows import ANOMALY, CREATED, FLOOR, PARAMS
+from trackbridge.backends.wandb_log import Log
+from trackbridge.backends.wandb_rows import CREATED, HistoryRow, Keys
 from trackbridge.backends.wandb_views import Published, Survey, View
-from trackbridge.names import ATTEMPT, CATALOGUE, SEQ, STEP
+from trackbridge.names import ATTEMPT, CATALOGUE, STEP
 from trackbridge.panels import PAGE
 from trackbridge.rundir import RunDirectory
 
@@ -40,6 +41,8 @@ REPORT = "trackbridge/report"
 """Summary key: the address of the report that the run made itself."""
 VIEWS = "trackbridge/views"
 """Summary key: the journal's end when the newest pictures of the whole run were made."""
+HURRY_SECONDS = 0.3
+"""Between read-backs when somebody is waiting for them."""
 REPORT_SECONDS = 40.0
 """What a report may take: less than what a run has for its end."""
 
@@ -69,6 +72,7 @@ class Target:
     project: str
     run_id: str
     name: str | None
+    keys: Keys
     entity: str | None = None
     base_url: str | None = None
     mode: Mode | None = None
@@ -107,7 +111,7 @@ class Client:
         self._uploads: queue.Queue[tuple[int, Any, str, int] | None] = queue.Queue()
         self._artifacts: dict[int, str | None] = {}
         self._wake = threading.Event()
-        self._settling = False
+        self._hurry = threading.Event()  # somebody is waiting for what has arrived
         self._step = 0
         self._report: threading.Thread | None = None
 
@@ -126,14 +130,15 @@ class Client:
         online = not self._run.offline
         self._reader: OnlineReader | OfflineReader
         if online:
-            self._reader = OnlineReader(self._run)
+            self._reader = OnlineReader(self._run, target.keys)
         else:
-            self._reader = OfflineReader(Path(self._run.dir).parent.parent, self._run.id)
-        for name in (SEQ, ATTEMPT):
+            self._reader = OfflineReader(Path(self._run.dir).parent.parent, self._run.id, target.keys)
+        for name in (target.keys.seq, ATTEMPT):
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
-        for pattern in ("*",) if self._own else OUR_SERIES:
-            self._run.define_metric(pattern, step_metric=STEP)
+        for pattern in ("*",) if self._own else OUR_SERIES:  # alone: every row has its step, so nothing has to look for it
+            self._run.define_metric(pattern, step_metric=STEP, step_sync=not self._alone)
+        self._log = Log(self._run, direct=self._alone)
         # Tags that somebody gave the run in the meantime stay; "killed" is no longer true.
         tags = [tag for tag in dict.fromkeys([*(self._run.tags or ()), *target.tags]) if tag != KILLED]
         if self._own and tags != list(self._run.tags or ()):
@@ -199,22 +204,22 @@ class Client:
             settings=self._wandb.Settings(**{key: value for key, value in settings.items() if key in known}),
         )
 
-    def log(self, rows: Sequence[dict[str, float]], floor: int) -> None:
-        for row in rows:
-            self._run.log(row)
-            self._step = int(row[STEP])
-        self._run.summary[FLOOR] = floor
+    def log(self, rows: Sequence[HistoryRow], floor: int) -> None:
+        for keys, values in rows:
+            self._log.row(keys, values)
+            self._step = int(values[-3])
+        self._run.summary[self._target.keys.floor] = floor
         self._wake.set()
 
     def params(self, seq: int, values: dict[str, Any]) -> None:
         if not self._own:  # what the user's own config says stands
             theirs = set(self._run.config.keys())
             values = {key: value for key, value in values.items() if key.startswith("trackbridge/") or key not in theirs}
-        self._run.config.update({**values, PARAMS: seq}, allow_val_change=True)
+        self._run.config.update({**values, self._target.keys.params: seq}, allow_val_change=True)
         self._wake.set()
 
     def anomaly(self, anomaly_id: str, facts: dict[str, Any]) -> None:
-        self._run.summary[ANOMALY + anomaly_id] = facts
+        self._run.summary[self._target.keys.anomaly(anomaly_id)] = facts
         self._wake.set()
 
     def alert(self, title: str, text: str, level: str) -> None:
@@ -222,7 +227,7 @@ class Client:
 
     def artifact(self, seq: int, name: str, kind: str, path: str, metadata: dict[str, Any], step: int) -> None:
         """Queue an upload. Raises `ValueError` when W&B can never take it."""
-        artifact = self._wandb.Artifact(name, type=kind, metadata={**metadata, SEQ: seq})
+        artifact = self._wandb.Artifact(name, type=kind, metadata={**metadata, self._target.keys.seq: seq})
         with self._lock:
             self._artifacts.pop(seq, None)
         self._uploads.put((seq, artifact, path, step))
@@ -251,7 +256,7 @@ class Client:
 
     def settle(self) -> None:
         """From now on read back quickly: somebody is waiting."""
-        self._settling = True
+        self._hurry.set()
         self._wake.set()
 
     def finish(self, exit_code: int, killed: bool, floor: int) -> None:
@@ -259,7 +264,7 @@ class Client:
         if self._report is not None:
             self._report.join(REPORT_SECONDS)
         self._show_views()
-        self._run.summary[FLOOR] = floor
+        self._run.summary[self._target.keys.floor] = floor
         if not self._own:
             self._ended = True  # for us; their run goes on
         else:
@@ -271,6 +276,7 @@ class Client:
     def leave(self) -> None:
         """Stop our threads. A run of ours in the user's process is closed as well, within `FINISH_SECONDS`."""
         self._over.set()
+        self._hurry.set()
         self._wake.set()
         self._uploads.put(None)
         if self._own and not self._alone and self._run is not None:
@@ -353,8 +359,9 @@ class Client:
 
     def _poll(self) -> None:
         assert isinstance(self._reader, OnlineReader)
-        idle = 0.0
-        while not self._over.wait(min(self._target.pace.poll, 0.3) if self._settling else self._target.pace.poll):
+        poll, idle = self._target.pace.poll, 0.0
+        while not self._over.wait(min(poll, HURRY_SECONDS) if self._hurry.is_set() else 0.0):
+            self._hurry.wait(poll)  # no wait at all once it is set
             self._wake.wait(idle)
             self._wake.clear()
             before = self._reader.seen
@@ -363,7 +370,7 @@ class Client:
             except Exception as error:
                 print(f"reading back: {type(error).__name__}: {error}", flush=True)
             moved = replace(self._reader.seen, answers=before.answers) != before
-            idle = 0.0 if moved or self._settling else min(2 * idle + self._target.pace.poll, 8 * self._target.pace.poll)
+            idle = 0.0 if moved or self._hurry.is_set() else min(2 * idle + poll, 8 * poll)
 
 
 def _family() -> list[int]:

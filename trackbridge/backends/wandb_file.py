@@ -39,19 +39,20 @@ class RunFile:
 
     def read(self) -> list[Any]:
         """New records as ``wandb_internal_pb2.Record``."""
-        schema = require("wandb.proto.wandb_internal_pb2", "wandb")
-        records = []
-        for data in self._payloads():
-            record = schema.Record()
-            try:
-                record.ParseFromString(data)
-            except Exception:
-                self.damage += 1
-                continue
-            records.append(record)
-        return records
+        return [record for data in self.payloads() if (record := self.parsed(data)) is not None]
 
-    def _payloads(self) -> Iterator[bytes]:
+    def parsed(self, data: bytes) -> Any:
+        """The record of which `data` are the bytes; None, and counted, if they are none."""
+        record = require("wandb.proto.wandb_internal_pb2", "wandb").Record()
+        try:
+            record.ParseFromString(data)
+        except Exception:
+            self.damage += 1
+            return None
+        return record
+
+    def payloads(self) -> Iterator[bytes]:
+        """The bytes of each new record; they are whole, their checksums hold."""
         with self.path.open("rb") as handle:
             if self._offset == 0 and not self._header(handle.read(_FILE.size)):
                 return
@@ -210,6 +211,63 @@ def _age(path: Path) -> tuple[str, int]:
     stamp, _, rest = path.parent.name.partition("run-")[2].partition("-")
     last = rest.rpartition("-")[2]
     return stamp, int(last) if last.isdigit() and rest != path.stem.removeprefix("run-") else 0
+
+
+HISTORY, SUMMARY = 2, 3  # numbers of two kinds of record
+_OTHER = frozenset((1, 16, 19, 200))  # fields of a record that do not say its kind
+_VARINT, _LONG, _BYTES, _SHORT = 0, 1, 2, 5
+
+
+def kind_of(data: bytes) -> int:
+    """The number of the field that says what kind of record `data` are, found without reading what is in it; -1 where that is
+    not clear."""
+    at = 0
+    try:
+        while at < len(data):
+            tag, at = _varint(data, at)
+            if tag >> 3 not in _OTHER:
+                return tag >> 3
+            wire = tag & 7
+            length, at = _varint(data, at) if wire in (_VARINT, _BYTES) else (0, at)
+            at += {_VARINT: 0, _LONG: 8, _BYTES: length, _SHORT: 4}[wire]
+    except (IndexError, KeyError):
+        pass
+    return -1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(value, where it ends)."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def number_in(data: bytes, key: str) -> int | None:
+    """The whole number that the history or summary record `data` has under `key`, found without reading the hundreds of others;
+    None if it has none. `key` is ASCII and shorter than 128.
+
+    An item is its key, with the length before it, then the tag of its value. The tag (82 01) cannot follow ASCII inside a text,
+    which is UTF-8; so this is our item, or one whose key ends as ours does after the byte of our length. With two of them the
+    record is read.
+    """
+    head = bytes([len(key)]) + key.encode() + b"\x82\x01"
+    at = data.rfind(head)
+    if at < 0:
+        return None
+    if data.find(head) != at:
+        return _read_number(data, key)
+    start = at + len(head)
+    return int(json.loads(data[start + 1 : start + 1 + data[start]]))
+
+
+def _read_number(data: bytes, key: str) -> int | None:
+    record = require("wandb.proto.wandb_internal_pb2", "wandb").Record.FromString(data)
+    items = (*record.history.item, *record.summary.update)
+    return next((int(json.loads(item.value_json)) for item in items if item_key(item) == key), None)
 
 
 def item_key(item: Any) -> str:
