@@ -176,7 +176,7 @@ class DetectionConfig(Section):
     release: float = Field(2.5, gt=0, description="robust sigmas below which an excursion is over")
     floor: float = Field(0.009, ge=0, description="least scale, as a share of the level: smaller wiggles are no news")
     log_floor: float = Field(0.1, gt=0, description="least scale of norms, ratios and kurtosis, in nats")
-    drift_threshold: float = Field(4.3, gt=0, description="sigmas of the smoothed loss that make a drift")
+    drift_threshold: float = Field(3.9, gt=0, description="sigmas of the smoothed loss that make a drift")
     slow_drift_threshold: float = Field(8.0, gt=0, description="the same over some 500 steps")
     least_drift: float = Field(0.02, ge=0, description="smallest drift worth telling, as a share of the level")
     log_drift: float = Field(0.25, gt=0, description="smallest drift of a norm worth telling, in nats")

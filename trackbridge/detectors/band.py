@@ -2,9 +2,10 @@
 
 Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scale`` and ``psi = clip(u, -c, c)``:
 
-    level    += slope + a * scale * psi          slope += b * scale * psi          (Holt's smoothing, Huber's psi)
-    calm     += d * scale * psi_calm             a slower level, steadier where the series is stationary
-    expected  = calm, but no further than `calm_band` sigmas from level + slope
+    level    += slope + a * scale * psi          (Holt's smoothing, Huber's psi)
+    slope     = (1 - 1 / n) * (slope + b * scale * psi)    straight in log time: loss curves flatten as they age
+    calm     += slope + d * scale * psi_calm     a slower level, steadier where the series is stationary
+    expected  = calm + slope, but no further than `calm_band` sigmas from level + slope
     scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))
     steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
     tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
@@ -14,7 +15,7 @@ tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band
 from few values, so that quantiles are wider, as Student's are beside Gaussian ones. The tail is learned from values *inside*
 the band, and from the first of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach
 nothing. Excursions below the band are silent, and the band follows after `accept_below` values: for everything we judge, less
-is good news.
+is good news. Its scale is doubled then: how much the series varies down there is to be learned.
 
 An excursion that stays settled (its fast and slow averages agree to within the noise) for `accept_after` values is a lasting
 new level: the band moves there and says "shift" once. One that never settles is accepted after `patience` values.
@@ -36,6 +37,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trackbridge.config import DetectionConfig
+from trackbridge.detectors.age import Gain, ages, at_least, at_most, grown
 from trackbridge.detectors.base import BoolArray, FloatArray, IntArray, Verdict
 from trackbridge.detectors.lean import Lean
 from trackbridge.detectors.state import SeriesState
@@ -47,7 +49,10 @@ _TAIL_START = 100
 _FALLING = -1.0  # sigmas below its base at which a loss counts as falling
 _DRIFT_SCALES = 3.0  # scales of the global gradient norm that make a drift of it in any case
 _TAIL_OF_SPIKE = 20  # values after an excursion in which no drift begins
-_YOUNG_SCALE = 8.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
+_YOUNG_SCALE = 4.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
+_YOUNG_SLOPE = 20.0  # over seen^2: the gain of a young slope, that of a line through about the latest half of its values
+_STEEPEST = 0.05  # no slope learns faster
+_FALLEN = 2.0  # what the scale is multiplied by when a fall is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Tuning:
     """The gains, chosen on real curves by cross-validation over families (docs/detection.md); not a user's business."""
 
     level_gain: float = 0.2
-    slope_gain: float = 0.005
+    slope_gain: float = 0.003
     calm_gain: float = 0.05
     calm_band: float = 0.3
     scale_gain: float = 1 / 45
@@ -74,6 +79,51 @@ def clipped_second_moment(c: float) -> float:
     """E[min(Z^2, c^2)] for a standard normal Z."""
     inside = math.erf(c / math.sqrt(2)) - 2 * c * math.exp(-c * c / 2) / math.sqrt(2 * math.pi)
     return inside + c * c * math.erfc(c / math.sqrt(2))
+
+
+def _clipped(move: FloatArray, least: FloatArray, most: FloatArray) -> FloatArray:
+    np.maximum(move, least, out=move)
+    np.minimum(move, most, out=move)
+    return move
+
+
+def _gated(move: FloatArray, gate: FloatArray | None) -> FloatArray:
+    if gate is not None:
+        move *= gate
+    return move
+
+
+def _near(value: FloatArray, center: FloatArray, play: FloatArray) -> FloatArray:
+    """`value`, but no further than `play` from `center`."""
+    low = center - play
+    np.maximum(value, low, out=low)
+    np.add(center, play, out=play)
+    np.minimum(low, play, out=low)
+    return low
+
+
+class _Terms:
+    """`BandDetector.drift_terms`, worked out only if some series leans far enough."""
+
+    def __init__(self, band: BandDetector, scale: FloatArray, factor: FloatArray) -> None:
+        self._band, self._scale, self._factor = band, scale, factor
+        self._leans = band.drift.lean, band.slow_drift.lean
+        self._bases = band.drift.base, band.slow_drift.base
+        self._known: tuple[BoolArray, FloatArray, FloatArray, FloatArray] | None = None
+
+    def _terms(self) -> tuple[BoolArray, FloatArray, FloatArray, FloatArray]:
+        if self._known is None:
+            self._known = self._band.drift_terms(self._scale, self._factor, self._leans, self._bases)
+        return self._known
+
+    def fast(self) -> tuple[BoolArray, FloatArray, FloatArray]:
+        eligible, factor, _, larger = self._terms()
+        return eligible, factor, larger
+
+    def slow(self) -> tuple[BoolArray, FloatArray, FloatArray]:
+        eligible, factor, material, _ = self._terms()
+        band, heads = self._band, self._band.heads
+        return eligible[heads] & (band.seen[heads] >= band.slow_drift.warmup), factor[heads], material[heads]
 
 
 class BandDetector(SeriesState):
@@ -107,11 +157,12 @@ class BandDetector(SeriesState):
         self.settings = cfg = settings or DetectionConfig()
         self.tuning = tuning or Tuning()
         self._moment = clipped_second_moment(self.tuning.clip)
-        self.drift = Lean(0.15, 0.015, 0.01, 100, cfg.drift_threshold)
+        self.drift = Lean(0.15, 0.015, 0.005, 100, cfg.drift_threshold)
         self.slow_drift = Lean(0.02, 0.002, 0.005, 1000, cfg.slow_drift_threshold)
         self.units = Units((), cfg)
         self.heads: IntArray = np.zeros(0, np.int64)
         self._is_loss: BoolArray = np.zeros(0, bool)
+        self._unborn = True  # some series may have no value yet
         self.settled: BoolArray = np.zeros(0, bool)  # of the latest accepted excursion: settled, or out of patience?
 
     def bind(self, series: Sequence[str]) -> None:
@@ -123,6 +174,7 @@ class BandDetector(SeriesState):
         self.drift.bind(self.series)
         self.slow_drift.bind([self.series[i] for i in heads])
         self.settled = np.zeros(len(self.series), bool)
+        self._unborn = True
 
     def update(self, step: int, values: FloatArray, present: BoolArray, widen: float = 1.0) -> list[Verdict]:
         """One step: values (n,) float64, present (n,) bool. Returns a verdict per out-of-band or non-finite series. `widen`
@@ -131,48 +183,66 @@ class BandDetector(SeriesState):
         finite = np.isfinite(values)
         ok = present & finite
         x = units.judged(values, ok)
-        seen = self.seen
-        if seen.size and not seen.all():
-            self._begin(ok & (seen == 0), x)
-        ahead, own, scale, expected, factor = self._ahead()
+        if self._unborn:
+            self._begin(ok & (self.seen == 0), x)
+        age = ages(self.seen)
+        away = bool(np.count_nonzero(self.run))
+        ahead, calm, own, scale, expected, factor = self._ahead(age, away)
         u = (x - expected) / scale
         score = units.skewed(u, scale, expected, factor, self.signed)
-        bar = np.maximum(units.bar * (widen * factor), units.least / scale)
-        above, below = self._outside(score, bar, ok & (seen >= cfg.warmup))
-        learn = ok & ~above & ~below
+        bar = units.bars(factor if widen == 1.0 else widen * factor, scale)
+        above, below = self._outside(score, bar, grown(age, cfg.warmup, ok), away)
+        out = np.count_nonzero(above) > 0 or np.count_nonzero(below) > 0
+        learn = ok & ~above & ~below if out else ok
 
-        verdicts = [
-            Verdict(i, "nonfinite", step, step, float(values[i]), self.expected(i), math.inf)
-            for i in np.flatnonzero(present & ~finite).tolist()
-        ]
-        young = np.reciprocal(seen.astype(np.float64) + 1.0)
-        self._learn(x, u, ahead, expected, own, scale, learn, young)
-        if above.any() or below.any() or self.run.any():
+        verdicts = []
+        if np.count_nonzero(ok) != np.count_nonzero(present):
+            verdicts = [
+                Verdict(i, "nonfinite", step, step, float(values[i]), self.expected(i), math.inf)
+                for i in np.flatnonzero(present & ~finite).tolist()
+            ]
+        gate = None if np.count_nonzero(learn) == len(learn) else learn.astype(np.float64)
+        young = 1.0 / (age + 1.0)
+        self._learn(x, u, ahead, calm, expected, own, scale, learn, gate, age, young)
+        if out or away:
             verdicts += self._excursions(step, x, score, expected, scale, ok, above, below)
         self.signed |= ok & (x <= 0.0)
-        self.rest = np.where(above, 0, self.rest + ok)
-        verdicts += self._drifts(step, x, scale, learn, young, factor)
-        self.seen = seen + ok
+        self.rest += ok
+        if out:
+            self.rest[above] = 0
+        verdicts += self._drifts(step, x, scale, learn, gate, young, factor)
+        self.seen += ok
+        if self._unborn:
+            self._unborn = not self.seen.all()
         return verdicts
 
-    def _ahead(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-        """For the next value of each series: (fast level, own scale, scale, expectation, factor of the bar for its tail)."""
+    def _ahead(
+        self, age: float | FloatArray, away: bool
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """For the next value of each series: (fast level, slow level, own scale, scale, expectation, factor of the bar).
+        `away`: some series is in an excursion."""
         tune, units = self.tuning, self.units
-        ahead = self.level + np.where(self.run == 0, self.slope, 0.0) if self.run.any() else self.level + self.slope
-        own = np.maximum(self.scale, units.relative_floor * np.abs(ahead) + units.fixed_floor)
-        play = tune.steady_band * own
-        scale = np.minimum(np.maximum(self.steady, own - play), own + play)
-        play = tune.calm_band * scale
-        expected = np.minimum(np.maximum(self.calm, ahead - play), ahead + play)
+        slope = np.where(self.run == 0, self.slope, 0.0) if away else self.slope
+        ahead, calm = self.level + slope, self.calm + slope
+        own = units.relative_floor * np.abs(ahead)
+        own += units.fixed_floor
+        np.maximum(self.scale, own, out=own)
+        scale = _near(self.steady, own, tune.steady_band * own)
+        expected = _near(calm, ahead, tune.calm_band * scale)
         weight = np.maximum(self.tail, tune.tail_free)
-        factor = 1.0 + tune.tail_span * (weight - tune.tail_free) / (weight + tune.tail_free)
-        factor *= 1.0 + np.square(tune.young / np.maximum(self.seen, 1))
-        return ahead, own, scale, expected, factor
+        factor = weight - tune.tail_free
+        factor *= tune.tail_span
+        weight += tune.tail_free
+        factor /= weight
+        factor += 1.0
+        youth = tune.young / at_least(age, 1.0)
+        factor *= 1.0 + youth * youth
+        return ahead, calm, own, scale, expected, factor
 
     def upper(self) -> list[float]:
         """The largest next value of each series, in its own unit, that is in its band; infinity before the warm-up is over."""
-        _, _, scale, expected, factor = self._ahead()
-        most = np.maximum(self.units.bar * factor, self.units.least / scale)
+        _, _, _, scale, expected, factor = self._ahead(ages(self.seen), bool(self.run.any()))
+        most = self.units.bars(factor, scale)
         most = np.where(self.run > 0, np.minimum(most, self.settings.release), most)
         value = expected + self.units.unskewed(most, scale, expected, factor, self.signed) * scale
         ready = self.seen >= self.settings.warmup
@@ -187,50 +257,81 @@ class BandDetector(SeriesState):
         head = first[self.heads]
         self.slow_drift.base[head] = x[self.heads][head]
 
-    def _outside(self, u: FloatArray, bar: FloatArray, ready: BoolArray) -> tuple[BoolArray, BoolArray]:
+    def _outside(self, u: FloatArray, bar: FloatArray, ready: BoolArray, away: bool) -> tuple[BoolArray, BoolArray]:
         """Where a value is above and below its band; an excursion under way ends only below `release`."""
         above, below = u > bar, u < -bar
-        if self.run.any():
+        if away:
             release = np.minimum(self.settings.release, bar)
             above |= (self.run > 0) & (u > release)
             below |= (self.run < 0) & (u < -release)
-        return above & ready, below & ready
+        above &= ready
+        below &= ready
+        return above, below
 
     def _learn(
-        self, x: FloatArray, u: FloatArray, ahead: FloatArray, expected: FloatArray, own: FloatArray, scale: FloatArray,
-        learn: BoolArray, young: FloatArray,
+        self, x: FloatArray, u: FloatArray, ahead: FloatArray, calm: FloatArray, expected: FloatArray, own: FloatArray,
+        scale: FloatArray, learn: BoolArray, gate: FloatArray | None, age: float | FloatArray, young: Gain,
     ) -> None:  # fmt: skip
+        """`gate` is `learn` as numbers, None if all learn."""
         tune = self.tuning
-        gate = learn.astype(float)
-        second = learn & (self.seen == 1)
-        if second.any():  # the first difference sets the scale
-            own = np.where(second, np.maximum(np.abs(u) * scale / math.sqrt(2), own), own)
-            scale = np.where(second, own, scale)
-            u = np.where(second, np.sign(u), u)
+        if not isinstance(age, float) or age == 1.0:
+            second = learn & (self.seen == 1)
+            if second.any():  # the first difference sets the scale
+                own = np.where(second, np.maximum(np.abs(u) * scale / math.sqrt(2), own), own)
+                scale = np.where(second, own, scale)
+                u = np.where(second, np.sign(u), u)
         reach = tune.clip * scale
-        move = np.minimum(np.maximum(x - ahead, -reach), reach) * gate
-        calm = np.minimum(np.maximum(x - self.calm, -reach), reach) * gate
-        self.level += gate * self.slope + np.maximum(tune.level_gain, young) * move
-        self.slope += tune.slope_gain * move
-        self.calm += np.maximum(tune.calm_gain, young) * calm
-        gate *= self.seen > 0
-        early = np.minimum(_YOUNG_SCALE * young, 0.5)
-        self.scale += gate * (self._rescaled(own, (x - expected) / own, np.maximum(tune.scale_gain, early)) - self.scale)
-        self.steady += gate * (self._rescaled(scale, u, np.maximum(tune.steady_gain, early)) - self.steady)
+        least = -reach
+        move = _gated(_clipped(x - ahead, least, reach), gate)
+        slow = _gated(_clipped(x - calm, least, reach), gate)
+        along = self.slope if gate is None else gate * self.slope
+        self.level += at_least(young, tune.level_gain) * move + along
+        self.calm += at_least(young, tune.calm_gain) * slow + along
+        self.slope += at_least(at_most(_YOUNG_SLOPE * young * young, _STEEPEST), tune.slope_gain) * move
+        flatter = at_most(young, 0.5)
+        self.slope *= 1.0 - (flatter if gate is None else gate * flatter)
+        early = at_most(_YOUNG_SCALE * young, 0.5)
+        if not isinstance(age, float):
+            born = age > 0
+            gate = born.astype(np.float64) if gate is None else gate * born
+        if not isinstance(age, float) or age > 0.0:
+            rough = x - expected
+            rough /= own
+            rough = self._rescaled(own, rough, at_least(early, tune.scale_gain))
+            rough -= self.scale
+            self.scale += _gated(rough, gate)
+            fine = self._rescaled(scale, u, at_least(early, tune.steady_gain))
+            fine -= self.steady
+            self.steady += _gated(fine, gate)
+        self._tails(u, learn, age)
 
-        warm = self.seen >= self.settings.warmup
+    def _tails(self, u: FloatArray, learn: BoolArray, age: float | FloatArray) -> None:
+        tune = self.tuning
         size = np.abs(u)
         over = size > 2.0
-        count = learn & warm & ~(over & self.hot)  # of a cluster over two sigmas only the first value counts
-        excess = np.where(over, (np.minimum(size, _TAIL_CAP) - 2.0) / 2, 0.0)
-        gain = np.maximum(tune.tail_gain, 1.0 / (np.maximum(self.seen - self.settings.warmup, 0) + _TAIL_START))
-        self.tail += count * gain * (excess - self.tail)
-        self.hot = np.where(learn, over, self.hot)
+        counts = grown(age, self.settings.warmup, learn)
+        np.minimum(size, _TAIL_CAP, out=size)
+        size -= 2.0
+        np.maximum(size, 0.0, out=size)
+        size /= 2
+        size -= self.tail
+        # Of a cluster over two sigmas only the first value counts.
+        gain = at_least(1.0 / (at_least(age - self.settings.warmup, 0.0) + _TAIL_START), tune.tail_gain)
+        size *= (counts & ~(over & self.hot)) * gain
+        self.tail += size
+        np.copyto(self.hot, over, where=learn)
 
-    def _rescaled(self, scale: FloatArray, u: FloatArray, gain: FloatArray) -> FloatArray:
-        """`scale` after a residual of `u` scales."""
-        square = np.minimum(u * u, self.tuning.clip**2) / self._moment - 1.0
-        return np.asarray(scale * np.sqrt(np.maximum(1.0 + gain * square, 0.25)), np.float64)
+    def _rescaled(self, scale: FloatArray, u: FloatArray, gain: Gain) -> FloatArray:
+        """`scale` after a residual of `u` scales. `gain` is at most a half."""
+        square = u * u
+        np.minimum(square, self.tuning.clip**2, out=square)
+        square /= self._moment
+        square -= 1.0
+        square *= gain
+        square += 1.0
+        np.sqrt(square, out=square)
+        square *= scale
+        return square
 
     def _excursions(
         self, step: int, x: FloatArray, u: FloatArray, expected: FloatArray, scale: FloatArray, ok: BoolArray,
@@ -265,48 +366,64 @@ class BandDetector(SeriesState):
             raised = (accept & above)[self.heads]
             self.slow_drift.move(raised, self.fast[self.heads])
         self.run = np.where(accept, 0, run)
+        fell = accept & below
+        if fell.any():  # how much a series varies at its new level is not known yet
+            self.scale = np.where(fell, _FALLEN * self.scale, self.scale)
+            self.steady = np.where(fell, _FALLEN * self.steady, self.steady)
         return verdicts
 
     def _drifts(
-        self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, young: FloatArray, factor: FloatArray
-    ) -> list[Verdict]:
-        units, heads = self.units, self.heads
-        size = np.abs(self.drift.base)
-        material = units.material + units.material_share * size
-        # A series that fell to a new level and creeps up below its former one is still doing better than before.
-        material[heads] = np.maximum(material[heads], self.slow_drift.base - self.drift.base[heads])
-        # The tail of a spike is no drift.
-        eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
-        if self.learning():
-            eligible &= self._is_loss
-        widened = np.sqrt(factor)
-        under_way = self.drifting()
-        # Over some 15 steps the norm of small batches' gradients wanders more than over some 500.
-        larger = np.maximum(material, np.minimum(units.gradient_material, _DRIFT_SCALES * scale))
-        begun = self.drift.update(step, x, scale, learn, young, eligible, widened, larger)
-        slow = self.slow_drift.update(
-            step, x[heads], scale[heads], learn[heads], young[heads],
-            eligible[heads] & (self.seen[heads] >= self.slow_drift.warmup),
-            widened[heads], material[heads],
+        self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, gate: FloatArray | None, young: Gain,
+        factor: FloatArray,
+    ) -> list[Verdict]:  # fmt: skip
+        heads, fast, slow = self.heads, self.drift, self.slow_drift
+        terms = _Terms(self, scale, factor)  # of the state before this value
+        under_way = (fast.on, slow.on)
+        begun = fast.update(step, x, scale, learn, gate, young, terms.fast)
+        slowly = slow.update(
+            step, x[heads], scale[heads], learn[heads], None if gate is None else gate[heads],
+            young if isinstance(young, float) else young[heads], terms.slow,
         )  # fmt: skip
-        if not (begun.any() or slow.any()):
+        if begun is None and slowly is None:
             return []
-        found = {i: (self.drift, i) for i in np.flatnonzero(begun).tolist()}
-        found.update({int(heads[k]): (self.slow_drift, k) for k in np.flatnonzero(slow).tolist() if int(heads[k]) not in found})
+        moving = under_way[0].copy()
+        moving[heads] |= under_way[1]
+        found = {} if begun is None else {i: (fast, i) for i in np.flatnonzero(begun).tolist()}
+        for k in () if slowly is None else np.flatnonzero(slowly).tolist():
+            found.setdefault(int(heads[k]), (slow, k))
         verdicts = []
         for i, (lean, k) in sorted(found.items()):
-            if under_way[i]:  # found by the other statistic before
+            if moving[i]:  # found by the other statistic before
                 continue
             self.drift_onset[i] = since = min(int(lean.since[k]), step)
-            base = units.plain(float(lean.base[k]), i)
-            verdicts.append(Verdict(i, "drift", step, since, units.plain(float(x[i]), i), base, float(lean.z[k])))
+            base = self.units.plain(float(lean.base[k]), i)
+            verdicts.append(Verdict(i, "drift", step, since, self.units.plain(float(x[i]), i), base, float(lean.z[k])))
         return verdicts
 
     def learning(self) -> bool:
         """The loss is well below where it was: gradients that grow meanwhile are those of a net that learns."""
+        return self._falls(self.drift.lean, self.slow_drift.lean)
+
+    def _falls(self, fast: FloatArray, slow: FloatArray) -> bool:
         losses = self._is_loss[self.heads]
-        fast = self.drift.lean[self.heads][losses]
-        return bool((np.minimum(fast, self.slow_drift.lean[losses]) < _FALLING).any())
+        return bool((np.minimum(fast[self.heads][losses], slow[losses]) < _FALLING).any())
+
+    def drift_terms(
+        self, scale: FloatArray, factor: FloatArray, leans: tuple[FloatArray, FloatArray], bases: tuple[FloatArray, FloatArray]
+    ) -> tuple[BoolArray, FloatArray, FloatArray, FloatArray]:
+        """What a drift must fulfil to be told: (series in which one may begin, factor of the threshold, least rise that matters
+        over some 500 steps, over some 15). `leans` and `bases` are the two statistics' before the value that is judged."""
+        units, heads = self.units, self.heads
+        material = units.material + units.material_share * np.abs(bases[0])
+        # A series that fell to a new level and creeps up below its former one is still doing better than before.
+        material[heads] = np.maximum(material[heads], bases[1] - bases[0][heads])
+        # The tail of a spike is no drift.
+        eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
+        if self._falls(*leans):
+            eligible &= self._is_loss
+        # Over some 15 steps the norm of small batches' gradients wanders more than over some 500.
+        larger = np.maximum(material, np.minimum(units.gradient_material, _DRIFT_SCALES * scale))
+        return eligible, np.sqrt(factor), material, larger
 
     def drifting(self) -> BoolArray:
         """Series in a drift, shape (n,)."""

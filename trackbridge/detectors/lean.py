@@ -1,7 +1,7 @@
 """Slow rises: how far a series leans away from where it was, judged by how much it usually leans.
 
     r     = clip((x - base) / scale, -4, 4)
-    lean += gain * (r - lean)                  an average over about 2 / gain values
+    lean += gain * clip(r - lean, -1.5, 1.5)   an average over about 2 / gain values
     base += base_gain * (x - base)             follows ten times more slowly
     z     = lean / spread                      spread: robust, of the lean itself, so correlated noise is accounted for
 
@@ -12,15 +12,17 @@ back, or the base has caught up with a new level. A steady climb keeps z up and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 
+from trackbridge.detectors.age import Gain, at_least, at_most
 from trackbridge.detectors.base import BoolArray, FloatArray, IntArray
 from trackbridge.detectors.state import SeriesState
 
 _CLIP = 4.0
+_PULL = 1.5  # sigmas that one value may pull at the lean: a single large one is no drift
 _CENTER_GAIN = 0.01
 _YOUNG_BASE = 4.0  # a young base looks back over the last quarter of its values, for curves start steep
 _SPREAD_CLIP = 2.0
@@ -47,8 +49,10 @@ class Lean(SeriesState):
         super().__init__()
         self.gain, self.base_gain, self.spread_gain = gain, base_gain, spread_gain
         self.warmup, self.threshold = warmup, threshold
-        # What white noise leans: the variance of two exponential averages.
-        self.white = math.sqrt(gain / (2 - gain) + base_gain / (2 - base_gain))
+        # What white noise leans: an exponential average of residuals from another one, which has seen the same values.
+        base = base_gain / (2 - base_gain)
+        both = gain * base / (1 - (1 - gain) * (1 - base_gain))  # their covariance
+        self.white = math.sqrt((gain * (1 + base) - 2 * (1 - gain) * both) / (2 - gain))
         self.z: FloatArray = np.zeros(0)
         self.ended: BoolArray = np.zeros(0, bool)
         self.returned: BoolArray = np.zeros(0, bool)
@@ -64,35 +68,79 @@ class Lean(SeriesState):
         self.lean = np.where(which, 0.0, self.lean)
 
     def update(
-        self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, young: FloatArray, eligible: BoolArray,
-        factor: FloatArray, material: FloatArray,
-    ) -> BoolArray:  # fmt: skip
-        """One step. `learn`: values that may teach; `young`: 1 / (values seen + 1); `eligible`: series in which a drift may
-        begin; `factor` raises the threshold; `material`: least rise that matters, in the unit of `x`. Returns where a
-        drift begins. Sets `z`, `ended` and, where ended, `returned`: it came back to where it began."""
-        r = (x - self.base) / scale
-        np.clip(r, -_CLIP, _CLIP, out=r)
-        gate = learn.astype(float)
-        self.lean += gate * np.maximum(self.gain, young) * (r - self.lean)
-        self.base += gate * np.minimum(np.maximum(self.base_gain, _YOUNG_BASE * young), 1.0) * (x - self.base)
+        self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, gate: FloatArray | None, young: Gain,
+        terms: Callable[[], tuple[BoolArray, FloatArray, FloatArray]],
+    ) -> BoolArray | None:  # fmt: skip
+        """One step. `learn`: values that may teach; `gate`: the same as numbers, None if all; `young`: 1 / (values seen + 1).
+        `terms` is asked only when some z passes the threshold, for: series in which a drift may begin; what raises the
+        threshold (>= 1); least rise that matters, in the unit of `x`. Returns where a drift begins, None if nowhere. Sets `z`,
+        `ended` and, where ended, `returned`: it came back to where it began."""
+        away = x - self.base
+        r = away / scale
+        np.maximum(r, -_CLIP, out=r)
+        np.minimum(r, _CLIP, out=r)
+        r -= self.lean
+        np.maximum(r, -_PULL, out=r)
+        np.minimum(r, _PULL, out=r)
+        follow, catch = at_least(young, self.gain), at_most(at_least(_YOUNG_BASE * young, self.base_gain), 1.0)
+        r *= follow if gate is None else gate * follow
+        r += self.lean
+        self.lean = r
+        away *= catch if gate is None else gate * catch
+        away += self.base
+        self.base = away
         np.maximum(self.spread, self.white, out=self.spread)
         self.z = z = self.lean / self.spread
-        height = self.lean * scale
-        starting = learn & eligible & ~self.on & (z > self.threshold * factor) & (height > material)
+        starting = None
+        if np.count_nonzero(z > self.threshold):
+            eligible, factor, material = terms()
+            starting = learn & eligible & ~self.on & (z > self.threshold * factor) & (self.lean * scale > material)
+        begun = starting is not None and np.count_nonzero(starting) > 0
+        self._switch(scale, learn, starting if begun else None)
+        rest = z <= 1.0
+        rest &= learn
+        moving = bool(np.count_nonzero(self.on))
+        if moving:
+            rest &= ~self.on
+        np.copyto(self.since, step + 1, where=rest)
+        self._spread(z, gate, young, moving)
+        return starting if begun else None
+
+    def _switch(self, scale: FloatArray, learn: BoolArray, starting: BoolArray | None) -> None:
+        """Begin and end drifts."""
         was = self.on
-        self.on = (was & ((z > _RELEASE) | ~learn)) | starting
+        if starting is None and not np.count_nonzero(was):
+            if np.count_nonzero(self.ended):
+                self.ended = np.zeros_like(was)
+            return
+        self.on = was & ((self.z > _RELEASE) | ~learn)
+        if starting is not None:
+            self.on |= starting
         self.ended = was & ~self.on
         if self.ended.any():
-            self.returned = self.base + height - self.anchor < _RELEASE * self.spread * scale
-        if starting.any():
+            self.returned = self.base + self.lean * scale - self.anchor < _RELEASE * self.spread * scale
+        if starting is not None:
             self.anchor = np.where(starting, self.base, self.anchor)
-        self.since = np.where(learn & ~self.on & (z <= 1.0), step + 1, self.since)
+
+    def _spread(self, z: FloatArray, gate: FloatArray | None, young: Gain, moving: bool) -> None:
+        """Learn how much the series usually leans."""
+        slow, share = at_least(young, _CENTER_GAIN), at_most(at_least(2 * young, self.spread_gain), 1.0)
+        high = z > _SPREAD_CLIP
+        if gate is not None or moving or np.count_nonzero(high):
+            calm = np.where(self.on, 0.0, np.where(high, _RELUCTANT, 1.0))
+            if gate is not None:
+                calm *= gate
+            slow, share = calm * slow, calm * share
         dev = self.lean - self.center
-        calm = gate * np.where(self.on, 0.0, np.where(z > _SPREAD_CLIP, _RELUCTANT, 1.0))
         bound = _SPREAD_CLIP * self.spread
-        np.clip(dev, -bound, bound, out=dev)
-        self.center += calm * np.maximum(_CENTER_GAIN, young) * dev
-        share = calm * np.minimum(np.maximum(self.spread_gain, 2 * young), 1.0)
+        np.minimum(dev, bound, out=dev)
+        np.negative(bound, out=bound)
+        np.maximum(dev, bound, out=dev)
+        self.center += slow * dev
         square = self.spread * self.spread
-        self.spread = np.sqrt(square + share * (dev * dev / _SPREAD_NORM - square))
-        return starting
+        dev *= dev
+        dev /= _SPREAD_NORM
+        dev -= square
+        dev *= share
+        dev += square
+        self.spread = np.sqrt(dev)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trackbridge.config import DetectionConfig
-from trackbridge.detectors.base import BoolArray, FloatArray
+from trackbridge.detectors.base import BoolArray, FloatArray, IntArray
 
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
 _ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
@@ -47,6 +47,8 @@ class Units:
         self.fixed_floor: FloatArray = np.where(self.log, settings.log_floor, 1e-12)
         whole = np.array([is_global_gradient(name) for name in series], float).reshape(n)
         self.least: FloatArray = math.log(settings.grad_least) * whole
+        self._least_at: IntArray = np.flatnonzero(self.least)
+        self._plain_at: IntArray = np.flatnonzero(~self.log)
         self.material: FloatArray = np.where(self.log, settings.log_drift, 0.0)
         self.material_share: FloatArray = np.where(self.log, 0.0, settings.least_drift)
         bars = [
@@ -70,6 +72,13 @@ class Units:
             np.log(x, out=x, where=self.log)
         return x
 
+    def bars(self, factor: FloatArray, scale: FloatArray) -> FloatArray:
+        """Scales above expectation that are out of band."""
+        bar: FloatArray = self.bar * factor
+        for i in self._least_at:
+            bar[i] = max(bar[i], self.least[i] / scale[i])
+        return bar
+
     def skewed(
         self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
     ) -> FloatArray:
@@ -80,25 +89,30 @@ class Units:
 
         A small loss is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm,
         nor one whose expectation fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
-        skew, r = self._skew(u, scale, expected, signed)
+        at = self._plain_at
+        if not at.size:
+            return u
+        part, heavy = u[at], factor[at]
+        skew, r = self._skew(part, scale[at], expected[at], signed[at])
         if not skew.any():
             return u
-        return np.where(skew, np.minimum(u, factor * np.log1p(r * np.maximum(u, 0.0)) / r), u)
+        score: FloatArray = u.copy()
+        score[at] = np.where(skew, np.minimum(part, heavy * np.log1p(r * np.maximum(part, 0.0)) / r), part)
+        return score
 
     def unskewed(
         self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
     ) -> FloatArray:
         """The deviation in scales that `skewed` makes `u` of."""
         skew, r = self._skew(u, scale, expected, signed)
+        skew &= ~self.log
         by_factors = np.expm1(np.minimum(r * np.maximum(u, 0.0) / factor, 700.0)) / r
         return np.where(skew, np.maximum(u, by_factors), u)
 
-    def _skew(
-        self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray
-    ) -> tuple[BoolArray, FloatArray]:
-        """Which series have such noise, and their r (1 for the others)."""
+    def _skew(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> tuple[BoolArray, FloatArray]:
+        """Which series, none of them judged on its logarithm, have such noise, and their r (1 for the others)."""
         share = scale / np.maximum(expected, 1e-30)
-        skew = ~self.log & ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
+        skew = ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
         return skew, np.where(skew, np.minimum(share - _ADDITIVE, _SKEW), 1.0)
 
     def plain(self, judged: float, index: int) -> float:
