@@ -16,7 +16,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    the documentation, into site/"
 	@echo "make links   the documentation's links to elsewhere, asked for one by one"
-	@echo "make matrix  the integrations with the lowest and the newest version of each framework; some minutes"
+	@echo "make matrix  the tests with the lowest and the newest version of torch and of each framework; an hour, 10 GB"
 	@echo "make wheel-matrix   the wheel alone and with each extra alone, each in an empty environment; a quarter of an hour"
 	@echo "make screenshots   the documentation's pictures, from a demo; needs Chromium"
 	@echo "make dashboards   the checked-in W&B views, from trackbridge/panels.py"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import trackbridge
+from tests.fsdp2_here import WITHOUT
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -184,6 +185,7 @@ def left() -> None:
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (ddp, fsdp, fsdp_clipped_by_the_user, hybrid, tensor_parallel, experts, tokens, broken, corrupted, left)
+    if case.__name__ not in WITHOUT
 }
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 
 import trackbridge
 from tests import merged_kit
+from tests.fsdp2_here import there
 from trackbridge.history import RunRecord
 
 ROOT = Path(__file__).parents[1]
@@ -65,20 +66,20 @@ def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "hybrid"])
 def test_f1_merged_is_what_one_process_has(case: str, runs: Path, single: RunRecord, world: int) -> None:
     """FSDP2: uneven shards, tied weights and a frozen layer; DDP: the pooled batch, activations included."""
-    record = trackbridge.load(runs / case)
+    record = trackbridge.load(runs / there(case))
     assert record.series("ranks/merged")[1].tolist() == [world] * merged_kit.STEPS
     assert_same(compared(record), compared(single))
 
 
 def test_f1_the_norm_that_the_users_own_clipping_returned(runs: Path, single: RunRecord) -> None:
     """A DTensor, under FSDP2."""
-    record = trackbridge.load(runs / "fsdp_clipped_by_the_user")
+    record = trackbridge.load(runs / there("fsdp_clipped_by_the_user"))
     for name in ("grad/norm", "grad/norm_clipped", "layer/first.weight/grad_norm"):
         assert record.series(name)[1] == pytest.approx(single.series(name)[1], rel=3e-5)
 
 
 def test_f2_every_parameter_has_its_norm_in_every_step(runs: Path) -> None:
-    record = trackbridge.load(runs / "fsdp")
+    record = trackbridge.load(runs / there("fsdp"))
     trained = ("first.weight", "first.bias", "one.weight", "last.weight", "last.bias")
     for name in trained:
         steps, values = record.series(f"layer/{name}/grad_norm")
@@ -140,7 +141,7 @@ def test_a_rank_that_died_leaves_rows_that_say_so(runs: Path, world: int) -> Non
 
 
 def test_the_ranks_that_do_not_ship_keep_their_own(runs: Path) -> None:
-    record = trackbridge.load(runs / "fsdp")
+    record = trackbridge.load(runs / there("fsdp"))
     rows: list[Any] = [dict(row.items()) for row in record.rows(1)]
     assert len(rows) == merged_kit.STEPS and not [name for name in rows[0] if name.startswith("ranks/")]
     assert rows[0]["layer/first.weight/grad_norm_local"] < record.series("layer/first.weight/grad_norm")[1][0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fsdp2_here import needs_shards
 from trackbridge.errors import UsageError
 from trackbridge.ranks import Ranks
 
@@ -84,6 +85,7 @@ def test_two_ranks_make_one_run(tmp_path: Path) -> None:
     assert sorted(p.name for p in record.path.glob("rank-*")) == ["rank-0000", "rank-0001"]
 
 
+@needs_shards
 def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
     """F1, F7: what one rank cannot know is labelled local."""
     import trackbridge
@@ -95,6 +97,7 @@ def test_a_shard_is_never_shown_as_the_whole(tmp_path: Path) -> None:
     assert whole == []
 
 
+@needs_shards
 def test_merged_the_suffix_is_gone_and_the_other_rank_keeps_its_own(tmp_path: Path) -> None:
     import trackbridge
 

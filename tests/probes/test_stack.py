@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fsdp2_here import there
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import Stack, batch
 
@@ -34,6 +35,7 @@ def measured(folder: Path, *launcher: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    there("stack")
     return measured(tmp_path_factory.mktemp("stack"), *TORCHRUN)
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tests.capsules import adopt
+from tests.fsdp2_here import SHARDS
 from tests.replay import ranks_kit
 from trackbridge.capsule import load
 from trackbridge.replay import CounterfactualReport, ReplayReport, rerun, skip_plan
@@ -44,7 +45,7 @@ class Recorded:
     tries: list[CounterfactualReport]
 
 
-KINDS = ("ddp", "fsdp2")
+KINDS = ("ddp", "fsdp2") if SHARDS else ("ddp",)
 
 
 @pytest.fixture(scope="module")
