@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trackbridge.flops import unsharded
 from trackbridge.flops.functions import Flops, cost
 
 _CHECKPOINT = "torch/utils/checkpoint.py"
@@ -144,7 +145,7 @@ def count_shapes(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, An
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     with _random_state_kept(), fake, _eager():
         with _WithoutValues(fake):
-            shadow = copy.deepcopy(original)
+            shadow = copy.deepcopy(original, unsharded.memo_of(original))
         shapes: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, (tuple(inputs), dict(named)))
         found: FlopCount = count(shadow, *shapes[0], full_attention=full_attention, **shapes[1])
     return found
