@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.judge import Outcome, Plan, plans
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--part", choices=("development", "held-out", "both"), default="both")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each part")
+    parser.add_argument("--unseen", type=int, default=0, metavar="N", help="add N to every seed: trials nobody has looked at")
     parser.add_argument("--way", action="append", help="only these injections, by class name")
     parser.add_argument("--task", action="append", help="only these tasks")
     parser.add_argument("--keep", type=Path, help="keep the records in this folder; those that are there are judged again")
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")  # of the processes of the trials
     parts = ("held-out", "development") if options.part == "both" else (options.part,)
     todo = quick() if options.quick else [plan for part in parts for plan in plans(part, options.seeds)]
+    todo = [replace(plan, seed=plan.seed + options.unseen) for plan in todo]
     todo = [p for p in todo if (not options.way or p.way in options.way) and (not options.task or p.task in options.task)]
     known = _known(options.json, todo) if options.resume and options.json is not None else []
     left = [plan for plan in todo if plan not in {outcome.plan for outcome in known}]
