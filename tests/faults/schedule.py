@@ -33,6 +33,8 @@ from trackbridge.stream import Stream
 
 SECONDS = 90.0
 """What a schedule may take before it counts as stuck."""
+LIFE_SECONDS = 20.0
+"""After which a trainer that is to be killed is killed, though it has not journalled enough: its disk may have stayed full."""
 NOT_COMPARED = ("trackbridge/lag_rows", "anomaly/")
 """Series that tell of the delivery itself: which row carries them depends on when it was sent."""
 COMPARED = frozenset(
@@ -99,11 +101,11 @@ class _Schedule:
         self._tell(f"attempt {life.number} from step {life.start_step}, ends {life.end}, disk full {life.full_disk}")
         child = FORK.Process(target=train, args=(str(self.directory.path), life), daemon=True)
         child.start()
-        journalled = 0
+        journalled, begun = 0, time.monotonic()
         reader = JournalReader(self.directory.rows(), after=self._position())
         while child.is_alive():
             journalled += len(reader.read())
-            if life.end is None and journalled >= life.steps:
+            if life.end is None and (journalled >= life.steps or time.monotonic() - begun > LIFE_SECONDS):
                 child.kill()
                 self._tell(f"trainer killed after {journalled} records")
             self._ship_a_little()

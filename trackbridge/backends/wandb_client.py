@@ -360,9 +360,8 @@ class Client:
     def _poll(self) -> None:
         assert isinstance(self._reader, OnlineReader)
         poll, idle = self._target.pace.poll, 0.0
-        while not self._over.wait(min(poll, HURRY_SECONDS) if self._hurry.is_set() else 0.0):
-            self._hurry.wait(poll)  # no wait at all once it is set
-            self._wake.wait(idle)
+        while not self._over.is_set():
+            self._wake.wait(min(poll, HURRY_SECONDS) if self._hurry.wait(poll) else idle)
             self._wake.clear()
             before = self._reader.seen
             try:
