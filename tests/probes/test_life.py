@@ -273,7 +273,7 @@ def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, c
     from trackbridge.config import ActivationsConfig, ParametersConfig
     from trackbridge.probes import Instruments, moments, reduce
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("a bug of ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
