@@ -316,8 +316,10 @@ def everything(steps: int = 2000) -> dict[str, Any]:
     return series
 
 
-SETTINGS: dict[str, Any] = {"plateau": {"enabled": True, "steps": 300, "least": 0.01},
-                            "rules": ["perf/step_s > 5 s for 20 steps"]}
+SETTINGS: dict[str, Any] = {
+    "plateau": {"enabled": True, "steps": 300, "least": 0.01},
+    "rules": ["perf/step_s > 5 s for 20 steps"],
+}
 
 
 @pytest.mark.parametrize("cut", [5, 905, 1540, 1950])
