@@ -5,10 +5,10 @@
     python benchmarks/outage.py --memory 100000       # resident memory over an outage of so many steps
 
 Short blocks alternate in one process: without a tracker, without one again (what the machine's own noise does to the same
-figures), with one. The process is pinned to one core; the shipper, the servers and the network that breaks are other processes, on another
-core (where there is one). Of each ratio the 95% interval is told, by resampling blocks. A dead server refuses
-connections, a stalled one takes them and says nothing, a refusing one answers 503. Also measured: that no random generator
-moved, and what ``finish(timeout=10)`` takes.
+figures), with one. The process is pinned to one core; the shipper, the servers and the network that breaks are other
+processes, on another core (where there is one). Of each ratio the 95% interval is told, by resampling blocks. A dead server
+refuses connections, a stalled one takes them and says nothing, a refusing one answers 503. Also measured: that no random
+generator moved, and what ``finish(timeout=10)`` takes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def generators() -> list[bytes]:
 
 
 def compared(blocks: list[list[float]], base: list[list[float]], *, draws: int = 2000) -> dict[str, Any]:
-    """Median and 99th percentile of whole steps against those of `base`: ratios of all steps together, and their 95% intervals."""
+    """Median and 99th percentile of whole steps against those of `base`: ratios of all steps together, with 95% intervals."""
     generator = np.random.default_rng(0)
     every, none = np.array(blocks), np.array(base)  # (blocks, steps) milliseconds
 
@@ -170,18 +170,18 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        ours, theirs = multiprocessing.Pipe()
+        pipe, theirs = multiprocessing.Pipe()
         core = sorted(os.sched_getaffinity(0))[1] if len(os.sched_getaffinity(0)) > 1 else None
         context = multiprocessing.get_context("spawn")
         servers = context.Process(target=serve, args=(theirs, Path(place), options.trackers, core))
         servers.start()
-        ours.recv()
+        pipe.recv()
         os.environ["WANDB_API_KEY"] = KEY
         for name in options.trackers:
             for state in options.states if name != "tensorboard" else ["healthy"]:
                 folder = Path(place) / f"{name}-{state}"
-                ours.send((name, state))
-                backend = ours.recv()
+                pipe.send((name, state))
+                backend = pipe.recv()
                 if options.memory:
                     found = memory(folder, backend, options.memory)
                     results.append({"tracker": name, "state": state, "memory_mb": found})
@@ -189,14 +189,15 @@ def main() -> None:
                 else:
                     one = measure(folder, backend, blocks=options.blocks, steps=options.steps)
                     results.append({"tracker": name, "state": state, **one})
+                    ours, again = one["with"], one["again"]
                     line = (
-                        f"median {one['none_median_ms']:.2f} ms {told(one['with']['median'])} (again {told(one['again']['median'])}), "
-                        f"p99 {one['none_p99_ms']:.2f} ms {told(one['with']['p99'])} (again {told(one['again']['p99'])}), "
+                        f"median {one['none_median_ms']:.2f} ms {told(ours['median'])} (again {told(again['median'])}), "
+                        f"p99 {one['none_p99_ms']:.2f} ms {told(ours['p99'])} (again {told(again['p99'])}), "
                         f"generators {'MOVED' if one['rng_moved'] else 'equal'}, finish(10) {one['finish_s']:.1f} s"
                     )
                 if not options.json:
                     print(f"{name}, {state}: {line}", flush=True)
-        ours.send(None)
+        pipe.send(None)
         servers.join(30)
     if options.json:
         print(json.dumps(results))
