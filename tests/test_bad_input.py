@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import trackbridge
+from tests.disk import full_disk
 from tests.training import setup
 from trackbridge.errors import ConfigError, MissingExtraError, ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.rundir import RunDirectory
@@ -208,14 +209,8 @@ def test_folders_that_cannot_be(tmp_path: Path, folder: str) -> None:
 
 
 def test_a_full_disk_at_init(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(ConfigError) as error:
-            trackbridge.init(dir=tmp_path, id="x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(0), pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, id="x")
     assert "pass dir= a folder you can write to" in one_line(error)
     assert list((tmp_path / "x").iterdir()) == [], "half a file would be in the way of the next try"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
-import resource
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from tests.disk import full_disk
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.journal import JournalReader, JournalWriter
 from trackbridge.records import (
@@ -501,17 +499,6 @@ def test_fsync_on_a_timer_and_at_once_for_what_matters(tmp_path: Path, monkeypat
     assert len(synced) == 3  # nothing new
     journal.append(RunEnd(-1, 0.0, "finished"))
     assert len(synced) == 4
-
-
-@contextlib.contextmanager
-def full_disk(room: int = 10) -> Iterator[None]:
-    """The kernel refuses every byte of a file of this process beyond the first `room` (EFBIG), as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("start", [0, 3])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.disk import full_disk
 from trackbridge.config import StreamConfig
 from trackbridge.errors import RetryLater
 from trackbridge.journal import JournalWriter
@@ -381,16 +382,11 @@ def test_a_disk_that_is_full_when_the_shipper_begins_is_waited_for(
     tmp_path: Path, tracker: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not even a claim can be written then. Half of one, a claim of nobody, would keep everybody waiting."""
-    resource = pytest.importorskip("resource")
     run = finished_run(tmp_path / "run")
     service = Service(run, FlakyConfig(path=tracker))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
+    with full_disk(0):
         service.steps(3)
         assert not service.worker.claim.held and list(run.directory.shipper.iterdir()) == []
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "next try in" in caplog.text and "Traceback" not in caplog.text
     service.to_the_end()
     assert len(rows(tracker)) == 30

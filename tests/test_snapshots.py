@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.disk import full_disk
 from tests.fsdp2_here import needs_shards
 from trackbridge import hostcopy, snapshots, tree
 from trackbridge.config import RecorderConfig
@@ -535,17 +533,6 @@ def test_without_any_sign_it_is_taken_at_the_close_and_again_after_a_pause(tmp_p
 
 
 # -- a full disk
-
-
-@contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file of this process may grow beyond `room` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [0, 300, 900], ids=["nothing fits", "the receipt fits", "half a snapshot fits"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -25,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.disk import full_disk
 from trackbridge.backends import mlflow_names
 from trackbridge.backends.mlflow import MlflowConfig, fetch_capsule
 from trackbridge.backends.resolve import resolve
@@ -92,17 +91,6 @@ class TestDatabase(BackendContract):
 
     def read_back(self, config: MlflowConfig, run: RunInfo) -> ReadBack:
         return read_back(config, run)
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file of this process may grow beyond `room` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 HALF = 200_000

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.disk import full_disk
 from trackbridge.backends import eventfile
 from trackbridge.backends.tensorboard import TensorboardConfig, fetch_capsule
 from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, UsageError
@@ -193,27 +191,16 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     backend.write(records[:100], timeout=9)
     (path,) = event_files(config.root(run))
     size = path.stat().st_size
-    with no_file_larger_than(size + 5000), pytest.raises(RetryLater, match="cannot write"):
+    with full_disk(size + 5000), pytest.raises(RetryLater, match="cannot write"):
         backend.write(records[100:], timeout=9)
     assert path.stat().st_size == size
     assert deliver(backend, records) == 399
     TestTensorboard().assert_series(read_back(config.root(run)).series, TestTensorboard().expected(records))
     fresh = config.build()
     fresh.open(run)
-    with no_file_larger_than(100), pytest.raises(RetryLater):
+    with full_disk(100), pytest.raises(RetryLater):
         fresh.write([row(400, 400, {"train/loss": 1.0})], timeout=9)
     assert event_files(config.root(run)) == [path], "an empty event file was left behind"
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """Writing past `size` fails as on a full disk (Python ignores the signal)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- artifacts and capsules

@@ -35,7 +35,7 @@ def _copy(module: Any, memo: dict[int, Any]) -> None:
     state = module._get_fsdp_state()
     policy = state._mp_policy
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.11 or so there was one at most
+    if groups is None:  # an older torch: one at most
         groups = [state._fsdp_param_group]
     for sharded in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
         if sharded.is_dtensor:

@@ -3,7 +3,7 @@
 """Triton kernels for lists of tensors: one pass gives each one's norm, largest element, count of non-finite elements, sum and
 count of elements that are not 0. Imported only where CUDA and Triton are.
 
-`summarise` only reads; `scale_and_summarise` multiplies the tensors as clipping does, and looks at them on the way. Every
+`summarise` only reads; `scale` multiplies the tensors as clipping does, and looks at them on the way. Every
 program leaves a partial result and a second kernel combines those of a tensor, in a fixed order and in float64: the same data
 gives the same bits. Squares are summed in float32; a part whose squares may not fit there is read once more, scaled.
 """
