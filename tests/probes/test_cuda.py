@@ -27,7 +27,7 @@ from trackbridge.probes.moments import FIRES, STATISTICS, WIDTH, finish
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from trackbridge.probes import checksums, histogram_kernels, kernels, observe_kernels, reduce
+from trackbridge.probes import checksums, graph_kernels, histogram_kernels, kernels, observe_kernels, reduce
 from trackbridge.probes.histograms import count_on_cpu
 
 GPU = torch.device("cuda")
@@ -60,7 +60,7 @@ def eager(part: Tensor, cells: Tensor, slab: Tensor) -> None:
 @torch._dynamo.config.patch(recompile_limit=200)
 @torch.compile(fullgraph=True, dynamic=False)
 def traced(part: Tensor, cells: Tensor, slab: Tensor) -> None:
-    observe_kernels.trace(part, cells, slab, 1, GATE)
+    graph_kernels.observe(part, cells, slab, 1, GATE)
 
 
 Ways = pytest.mark.parametrize("way", [eager, traced], ids=["eager", "traced"])

@@ -22,8 +22,9 @@ from tests.probes.test_channels import columns, truth
 from tests.probes.test_cuda import GPU, no_sync, train
 from tests.probes.test_embeddings import rows
 from tests.probes.test_moments import CASES, randn
-from trackbridge.probes import channel_kernels, router_kernels
+from trackbridge.probes import channel_kernels, graph_kernels, observe_kernels, router_kernels
 from trackbridge.probes.embeddings import hottest
+from trackbridge.probes.moments import finish
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's
 
@@ -81,6 +82,38 @@ def test_channels_have_the_same_bits_every_time() -> None:
     x = torch.randn(5000, 768, device=GPU)
     for way in (eager, traced):
         assert len({kurtosis(x, x[:77], way=way) for _ in range(20)}) == 1
+
+
+@torch._dynamo.config.patch(recompile_limit=200)
+@torch.compile(fullgraph=True, dynamic=False)
+def joined(x: Tensor, cells: Tensor, channels: Any, slab: Tensor) -> None:
+    graph_kernels.observe_with_channels(x, cells, channels.cells, channels.widths, slab, 1, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 64), (1, 768), (1300, 300), (16_384, 768), (9, 16_384)])
+@pytest.mark.parametrize("gates", [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+def test_moments_and_channels_in_one_launch(dtype: torch.dtype, shape: tuple[int, int], gates: tuple[float, float]) -> None:
+    x = (randn(*shape) + 0.5).to(dtype).to(GPU)
+    found = []
+    for way in ("joined", "apart"):
+        slab = torch.zeros(4 + 2 * observe_kernels.FIELDS, dtype=torch.float64, device=GPU)
+        slab[2], slab[3] = gates
+        cells, channels = observe_kernels.cells_for(2, GPU), channel_kernels.Cells(2, GPU)
+        for _ in range(2):
+            if way == "joined":
+                joined(x, cells, channels, slab)
+            else:
+                observe_kernels.observe(x, cells, slab, 1, 2)
+                channels.add(x, slab, 1, 3)
+        observe_kernels.collect(cells, slab, 4)
+        channels.collect(slab, 0)
+        assert not cells.any() and not channels.cells.any() and slab[0] == 0
+        numbers = slab.cpu().numpy()
+        values, present = finish(numbers[4:].reshape(2, -1))
+        assert not present[:, 0].any() and present[:, 1].all() == bool(gates[0]) and bool(numbers[1]) == bool(gates[1])
+        found.append([numbers[1], *values[present]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

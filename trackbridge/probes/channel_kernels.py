@@ -13,28 +13,29 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes.launch import launch
 
 COLUMNS = 128  # channels of one program
-ROWS = 32  # tokens it reads at once
+ROWS = 128  # tokens it reads at once
 PROGRAMS = 264  # for one output, about
-WARPS = 4
+WARPS = 8
 CELLS = PROGRAMS * COLUMNS  # of a site, enough for every width
 WIDEST = CELLS
 LEAST: tl.constexpr = tl.constexpr(1e-30)
 
 
 @triton.jit
-def _add(x, cells, widths, slab, rows, width, site, gate, CELLS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def add_block(
+    x, cells, widths, slab, rows, width, site, gate, column, group, groups,
+    CELLS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add the squares of one block of columns, and of every `groups`-th block of rows, to their cells."""
     if tl.load(slab + gate) > 0:
-        column = tl.program_id(0)
-        group = tl.program_id(1)
         at = column * COLUMNS + tl.arange(0, COLUMNS)
         inside = at < width
         total = tl.zeros([COLUMNS], tl.float32)
-        for begin in range(group * ROWS, rows, tl.num_programs(1) * ROWS):
+        for begin in range(group * ROWS, rows, groups * ROWS):
             row = begin + tl.arange(0, ROWS)
             place = row.to(tl.int64)[:, None] * width + at[None, :]
             part = tl.load(x + place, mask=(row < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -43,6 +44,12 @@ def _add(x, cells, widths, slab, rows, width, site, gate, CELLS: tl.constexpr, C
         tl.store(cell, tl.load(cell, mask=inside, other=0.0) + total, mask=inside)
         if column + group == 0:
             tl.store(widths + site, width)
+
+
+@triton.jit
+def add_all(x, cells, widths, slab, rows, width, site, gate, CELLS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    column, group = tl.program_id(0), tl.program_id(1)
+    add_block(x, cells, widths, slab, rows, width, site, gate, column, group, tl.num_programs(1), CELLS, COLUMNS, ROWS)
 
 
 @triton.jit
@@ -88,15 +95,18 @@ class Cells:
 
     def add(self, x: Tensor, slab: Tensor, site: int, gate: int) -> None:
         """Add `x`, shape (tokens, channels), to a site if ``slab[gate]`` is set."""
-        if x.is_cuda and x.shape[1] <= WIDEST:
+        if self.takes(x):
             x = x.contiguous()
             arguments = x, self.cells, self.widths, slab, *x.shape, site, gate
-            launch(_add, _grid(x), arguments, (CELLS, COLUMNS, ROWS), warps=WARPS)
+            launch(add_all, grid_for(x), arguments, (CELLS, COLUMNS, ROWS), warps=WARPS)
 
     def trace(self, x: Tensor, slab: Tensor, site: int, gate: int) -> None:
-        """`add` as an operation of a graph."""
-        if x.is_cuda and x.shape[1] <= WIDEST:
+        """`add` as an operation of a graph, one of `graph_kernels`."""
+        if self.takes(x):
             torch.ops.trackbridge.channels_triton(x, self.cells, self.widths, slab, site, gate)
+
+    def takes(self, x: Tensor) -> bool:
+        return x.is_cuda and x.shape[1] <= WIDEST
 
     def collect(self, slab: Tensor, offset: int) -> None:
         """The kurtosis of each site to ``slab[offset + site]``, 0 where there is none; cells are emptied."""
@@ -104,16 +114,7 @@ class Cells:
         launch(_collect, (len(self.cells), 1, 1), (self.cells, self.widths, slab[offset:]), constants, warps=WARPS)
 
 
-@triton_op("trackbridge::channels_triton", mutates_args={"cells", "widths"})
-def channels_traced(x: Tensor, cells: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int) -> None:
-    x = x.contiguous()
-    wrap_triton(_add)[_grid(x)](
-        x, cells, widths, slab, x.shape[0], x.shape[1], site, gate,
-        CELLS=CELLS, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def _grid(x: Tensor) -> tuple[int, int, int]:
+def grid_for(x: Tensor) -> tuple[int, int, int]:
     """Blocks of columns by groups of rows. The groups depend on the width only: what they add lies in the same cells."""
     columns = triton.cdiv(x.shape[1], COLUMNS)
     return columns, max(PROGRAMS // columns, 1), 1

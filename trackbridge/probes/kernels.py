@@ -372,7 +372,7 @@ def combine(table: Table) -> Tensor:
     """What the last pass found, float64, shape (5, k); with differences the last row means nothing."""
     result = torch.empty(5, table.tensors, dtype=torch.float64, device=table.partials.device)
     arguments = table.firsts, table.counts, table.partials, result, table.tensors, table.programs
-    launch(_combine, (table.tensors, 1, 1), arguments, (table.differs, 256), warps=2)
+    launch(_combine, (table.tensors, 1, 1), arguments, (table.differs, 1024), warps=8)
     return result
 
 

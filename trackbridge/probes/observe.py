@@ -2,7 +2,7 @@
 
 In eager code it is a plain function. Inside a `torch.compile` region it is one opaque operation that mutates the slab, so the
 graph does not break; there, instead of a Python condition, an element of the slab says whether to measure, so that opening and
-closing the gate never compiles anything again. On CUDA `observe_kernels` takes its place.
+closing the gate never compiles anything again. On CUDA `observe_kernels` takes its place, in graphs `graph_kernels`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trackbridge.probes import moments
 
 @cache
 def observers() -> ModuleType | None:
-    """The kernels for activations, where Triton works."""
+    """The kernels for activations, where Triton works; with them the operations that stand for them in graphs."""
     try:
-        from trackbridge.probes import observe_kernels
+        from trackbridge.probes import graph_kernels, observe_kernels  # noqa: F401
     except ImportError:
         return None
     return observe_kernels

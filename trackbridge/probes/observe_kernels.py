@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes.kernels import is_dense, power_of_two
 from trackbridge.probes.launch import launch
@@ -30,8 +29,6 @@ FIELDS = 8  # as the columns of `moments`
 ROWS = 512  # vectors in a block
 WARPS = 8
 PER_MULTIPROCESSOR = 4  # programs at once
-FEW = 512  # rows whose moments one program of `observe_rows` merges at once
-WIDE = 256  # least length of rows for which their moments are much smaller than the rows
 
 
 @triton.jit
@@ -76,13 +73,13 @@ def _deposit(cell, PROGRAMS: tl.constexpr, nb, mean_b, m2b, m3b, m4b, largest, b
 
 
 @triton.jit
-def _observe(
-    y, cells, slab, n, site, gate, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr
-):
+def observe_part(
+    y, cells, slab, n, site, gate, program, programs,
+    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Merge every `programs`-th block of a tensor of `n` elements into a cell of the site."""
     if tl.load(slab + gate) > 0:
         BLOCK: tl.constexpr = ROWS * VECTOR
-        program = tl.program_id(0)
-        programs = tl.num_programs(0)
         lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
         last = tl.cdiv(n, BLOCK) - 1 - program  # the block at the end may be short
         count = last // programs + 1
@@ -138,36 +135,10 @@ def _observe(
 
 
 @triton.jit
-def _observe_rows(
-    means, sizes, squares, cubes, fourths, peaks, bad, cells, slab, rows, width, site, gate,
-    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge the moments of `rows` rows of `width` elements; the powers of deviations are in units of `sizes`."""
-    if tl.load(slab + gate) > 0:
-        program = tl.program_id(0)
-        fires = 1.0
-        for begin in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-            at = begin + tl.arange(0, ROWS)
-            inside = at < rows
-            mean = tl.load(means + at, mask=inside, other=0.0).to(tl.float64)
-            size = tl.load(sizes + at, mask=inside, other=0.0).to(tl.float64)
-            m2 = tl.load(squares + at, mask=inside, other=0.0).to(tl.float64) * size * size
-            m3 = tl.load(cubes + at, mask=inside, other=0.0).to(tl.float64) * size * size * size
-            m4 = tl.load(fourths + at, mask=inside, other=0.0).to(tl.float64) * size * size * size * size
-            peak = tl.load(peaks + at, mask=inside, other=0.0)
-            bads = tl.load(bad + at, mask=inside, other=0.0).to(tl.float64)
-            mine = tl.minimum(rows - begin, ROWS).to(tl.float64)
-            mean_b = tl.sum(mean, 0) / mine
-            d = tl.where(inside, mean - mean_b, 0.0)
-            d2 = d * d
-            c = width * d2
-            m2b, m3b, m4b, badb = tl.reduce(
-                (m2 + c, m3 + 3 * d * m2 + c * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2, bads), 0, _add4
-            )
-            largest = tl.max(peak, 0).to(tl.float64)
-            cell = cells + site * (FIELDS * PROGRAMS) + program
-            _deposit(cell, PROGRAMS, mine * width, mean_b, m2b, m3b, m4b, largest, badb, fires)
-            fires = 0.0
+def observe_all(
+    y, cells, slab, n, site, gate, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr
+):
+    observe_part(y, cells, slab, n, site, gate, tl.program_id(0), tl.num_programs(0), FIELDS, PROGRAMS, ROWS, VECTOR)
 
 
 @triton.jit
@@ -211,50 +182,15 @@ def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> Non
     """Merge the moments of `y` into the cells of `site` if ``slab[gate]`` is set."""
     if not is_dense(y):
         y = y.contiguous()
-    n, programs, vector = y.numel(), cells.shape[2], 16 // y.element_size()
-    grid = min(triton.cdiv(n, ROWS * vector), programs), 1, 1
-    launch(_observe, grid, (y, cells, slab, n, site, gate), (FIELDS, programs, ROWS, vector), warps=WARPS)
+    programs, vector = cells.shape[2], 16 // y.element_size()
+    grid = programs_for(y, cells), 1, 1
+    launch(observe_all, grid, (y, cells, slab, y.numel(), site, gate), (FIELDS, programs, ROWS, vector), warps=WARPS)
 
 
-@triton_op("trackbridge::observe_triton", mutates_args={"cells"})
-def observe_traced(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
-    """`observe` inside a graph."""
-    n = y.numel()
-    vector = 16 // y.element_size()
-    programs = cells.shape[2]
-    wrap_triton(_observe)[(min(triton.cdiv(n, ROWS * vector), programs),)](
-        y.contiguous(), cells, slab, n, site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
-    )
-
-
-@triton_op("trackbridge::observe_rows", mutates_args={"cells"})
-def observe_rows(
-    mean: Tensor, size: Tensor, squares: Tensor, cubes: Tensor, fourths: Tensor, peak: Tensor, bad: Tensor,
-    width: int, cells: Tensor, slab: Tensor, site: int, gate: int,
-) -> None:  # fmt: skip
-    """Merge the moments of rows, each argument of shape (rows,), into the cells of `site`."""
-    rows, programs = mean.numel(), cells.shape[2]
-    wrap_triton(_observe_rows)[(min(triton.cdiv(rows, FEW), programs),)](
-        mean, size, squares, cubes, fourths, peak, bad, cells, slab, rows, width, site, gate,
-        FIELDS=FIELDS, PROGRAMS=programs, ROWS=FEW, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def trace(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
-    """What a graph does to observe `y`. The moments of each row are plain operations: the compiler computes them in the kernel
-    that has the row at hand anyway (it wrote the row, or a normalisation reads it), so that nothing is read again."""
-    width = y.shape[-1] if y.dim() else 0
-    if width < WIDE or not y.is_contiguous():
-        torch.ops.trackbridge.observe_triton(y, cells, slab, site, gate)
-        return
-    rows = y.reshape(-1, width).float()
-    mean, high, low = rows.mean(1, keepdim=True), rows.amax(1, keepdim=True), rows.amin(1, keepdim=True)
-    size = torch.maximum(high - mean, mean - low).clamp(1e-30, 1e30)
-    d = (rows - mean) / size
-    q = d * d
-    bad = (rows.abs() < float("inf")).logical_not().sum(1, dtype=torch.float32)
-    sums = (size.view(-1), q.sum(1), (q * d).sum(1), (q * q).sum(1), torch.maximum(high, -low).view(-1), bad)
-    torch.ops.trackbridge.observe_rows(mean.view(-1), *sums, width, cells, slab, site, gate)
+def programs_for(y: Tensor, cells: Tensor) -> int:
+    """Programs that read `y`, the same for all tensors of its size."""
+    block = ROWS * (16 // y.element_size())
+    return min(-(-y.numel() // block), cells.shape[2])
 
 
 def collect(cells: Tensor, slab: Tensor, offset: int) -> None:

@@ -83,12 +83,17 @@ class Sites:
         """`add` as operations of a graph; what they do depends on the gates."""
         x = channels.by_channel(y, module) if self.channels is not None or self._stride > 1 else None
         y, x = self._some(y, x)
+        outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
+        ops, cells = torch.ops.trackbridge, self.channels
+        if self._readable(y) and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
+            ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
+            return
         if self._readable(y):
-            self.kernels.trace(y, self.cells, self.slab, site, self._gate + OUTPUTS)
+            ops.observe_triton(y, self.cells, self.slab, site, outputs)
         else:
-            torch.ops.trackbridge.observe(y, self.slab, self._offset + site * moments.WIDTH, self._gate + OUTPUTS)
-        if x is not None and self.channels is not None:
-            self.channels.trace(x, self.slab, site, self._gate + CHANNELS)
+            ops.observe(y, self.slab, self._offset + site * moments.WIDTH, outputs)
+        if x is not None and cells is not None:
+            cells.trace(x, self.slab, site, by_channel)
 
     def collect(self) -> None:
         """The end of a step: cells to rows."""
