@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 LAYER = "layer/"
@@ -246,10 +247,15 @@ def is_wide(name: str) -> bool:
 def describe(name: str) -> Metric | None:
     """The catalogue entry of a series, families included; None for a user's own series."""
     name = name.removesuffix(LOCAL)
-    for metric in CATALOGUE:
-        if metric.name == name or ("<" in metric.name and _pattern(metric.name).fullmatch(name)):
-            return metric
-    return None
+    return _SINGLE.get(name) or next((metric for pattern, metric in _families() if pattern.fullmatch(name)), None)
+
+
+_SINGLE = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
+
+
+@cache
+def _families() -> list[tuple[re.Pattern[str], Metric]]:
+    return [(_pattern(metric.name), metric) for metric in CATALOGUE if "<" in metric.name]
 
 
 def regex(family: str) -> str:

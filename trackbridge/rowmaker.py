@@ -3,7 +3,7 @@ and the detectors can key on it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,10 +65,10 @@ class RowMaker:
             layout = self._lay_out(key, found, own.schema)
         return self._row(own.step, own.time, layout, np.concatenate((_floats(named), values, own.values)))
 
-    def logged(self, step: int, time: float, values: Mapping[str, float]) -> Row:
+    def logged(self, step: int, time: float, series: tuple[str, ...], values: Sequence[float]) -> Row:
         """A row of `run.log`."""
-        layout = self._layouts.get(tuple(values)) or self._lay_out(tuple(values), {n: i for i, n in enumerate(values)})
-        return Row(-1, step, time, self._attempt, layout.schema, _floats(values), "log")
+        layout = self._layouts.get(series) or self._lay_out(series, {name: place for place, name in enumerate(series)})
+        return Row(-1, step, time, self._attempt, layout.schema, np.array(values, np.float64), "log")
 
     def _row(self, step: int, time: float, layout: _Layout, values: FloatArray) -> Row:
         return Row(-1, step, time, self._attempt, layout.schema, values[layout.places])

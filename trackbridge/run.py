@@ -38,6 +38,7 @@ from trackbridge.memory import MemorySnapshots
 from trackbridge.merging import merging
 from trackbridge.misuse import Misuse
 from trackbridge.overhead import Expense, economy
+from trackbridge.own import OwnScalars
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
@@ -135,16 +136,6 @@ def _met(backends: Sequence[BackendConfig], *, join: bool) -> list[BackendConfig
     return met
 
 
-def _own(name: str, given: Mapping[str, Any]) -> str:
-    """The series of a user's own scalar. Raises `UsageError` for a name that is one of ours, or that another one became."""
-    series = names.legal(name)
-    if names.describe(series) is not None:
-        raise UsageError(f"{name!r} is a series of trackbridge's own; log yours under another name")
-    if series in given:
-        raise UsageError(f"{name!r} and another name both become {series!r}; rename one")
-    return series
-
-
 class Run:
     """One training run being recorded. Made by `init`; use it as a context manager or call `finish`.
 
@@ -177,6 +168,7 @@ class Run:
         misuse = Misuse()
         self._using = {method: misuse.of() for method in ("micro", "log", "log_artifact", "checkpoint_saved")}
         self._using_step = misuse.of()
+        self._own = OwnScalars()
         self._went_back = False
         self._ended = False
         self._rows_dropped = 0
@@ -572,17 +564,11 @@ class Run:
         if not isinstance(values, Mapping):
             raise UsageError(f"log takes a mapping of names to scalars, not {type(values).__name__}")
         at = max(self._step - 1, 0)
-        given: dict[str, Tensor | float] = {}
-        used = self._using["log"]
-        with used:
+        with self._using["log"] as used:
             at = at if step is None else whole("step", step)
-        for name, value in values.items():
-            with used:
-                given[_own(str(name), given)] = scalar(str(name), value)
+        series, numbers, tensors = self._own.read(values, used)
         with self._part:
-            numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-            tensors = hostcopy.copy({name: value for name, value in given.items() if isinstance(value, Tensor)})
-            self._scribe.submit(Logged(at, time.time(), numbers, tensors))
+            self._scribe.submit(Logged(at, time.time(), series, numbers, hostcopy.copy(tensors)))
         used.accepted = True
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:

@@ -46,11 +46,12 @@ class ClosedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What `run.log` hands over: floats, and copies of 0-d tensors on their way to the host."""
+    """What `run.log` hands over: series and their numbers, and copies of 0-d tensors on their way to the host."""
 
     step: int
     time: float
-    values: Mapping[str, float]
+    series: tuple[str, ...]
+    numbers: list[float]
     copy: HostCopy
 
 
@@ -327,9 +328,9 @@ class Scribe:
 
     def _logged(self, item: Logged) -> Row:
         item.copy.wait()
-        return self._maker.logged(
-            item.step, item.time, {**item.values, **{name: float(value) for name, value in item.copy.leaves.items()}}
-        )
+        copied = item.copy.leaves
+        numbers = [*item.numbers, *map(float, copied.values())]
+        return self._maker.logged(item.step, item.time, (*item.series, *copied), numbers)
 
     def _tell(self, anomaly: Anomaly) -> None:
         """Journal an anomaly and hand it to the user, keeping what we added to an earlier version of it."""

@@ -126,10 +126,11 @@ class GradientProbe(OfGradients):
         nothing was done. Nothing that may fail comes after the first multiplication."""
         if foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
             return None
-        rows, gradients = [], []
+        rows, gradients, row_of = [], [], self._subject.row
         for parameter in parameters:
-            gradient, row = parameter.grad, self._subject.row(parameter)
+            gradient = parameter.grad
             if gradient is not None and gradient.numel():
+                row = row_of(parameter)
                 if row is None:
                     return None
                 rows.append(row)
@@ -177,17 +178,21 @@ class GradientProbe(OfGradients):
             return
         place, means = 1.0 + self._subject.place(optimizer), self._with_means()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        held = []
+        scaled = self._scaled if scale is None else {}
+        known, held = [], []
         for row, parameter in self._subject.members(optimizer):
-            if parameter.grad is not None:
-                held.append((row, parameter.grad))
-            elif parameter.requires_grad:
-                self._missing[row] = 1.0
-        if self._scaled and scale is None:
-            known = [row for row, grad in held if self._is_scaled(row, grad)]
+            gradient = parameter.grad
+            if gradient is None:
+                if parameter.requires_grad:
+                    self._missing[row] = 1.0
+                continue
+            then = scaled.pop(row, None)
+            if then is not None and then[0] is gradient and then[1] == gradient._version:  # unchanged since
+                known.append(row)
+            else:
+                held.append((row, gradient))
+        if known:
             self._seen[known] = self._held[known] = place
-            left = set(known)
-            held = [(row, grad) for row, grad in held if row not in left]
         for rows, gradients in alike(held):
             self._write(rows, reduce.summary(gradients, means=means), scale)
             self._seen[rows] = self._held[rows] = place
@@ -196,11 +201,6 @@ class GradientProbe(OfGradients):
         due = self._gate.due(self._means_every)
         self._means[0] = float(due)
         return due
-
-    def _is_scaled(self, row: int, gradient: Tensor) -> bool:
-        """True if this is what clipping measured, unchanged since."""
-        then = self._scaled.pop(row, None)
-        return then is not None and then[0] is gradient and then[1] == gradient._version
 
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
         bad = summary.nonfinite
