@@ -87,7 +87,7 @@ def test_channels_have_the_same_bits_every_time() -> None:
 @torch._dynamo.config.patch(recompile_limit=200)
 @torch.compile(fullgraph=True, dynamic=False)
 def joined(x: Tensor, cells: Tensor, channels: Any, slab: Tensor) -> None:
-    graph_kernels.observe_with_channels(x, cells, channels.cells, channels.widths, slab, 1, 2, 3)
+    graph_kernels.observe_with_channels(x, cells, channels, slab, 1, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,11 +3,17 @@
 """What a `torch.compile` graph does to observe an output: operations that the compiler knows, so that it keeps one graph.
 Imported only where CUDA and Triton are.
 
-Moments and channels are one kernel, though most steps have no channels: a launch costs the training thread some 20 us.
+The moments of each row are plain operations: the compiler computes them in the kernel that has the row at hand anyway (it wrote
+the row, or a normalisation reads it), so that nothing is read again, and writes them into one table. One kernel for each output
+then merges the table into the site's cells and, in steps that have it, adds the squares of its channels. One, because a launch
+costs the training thread some 20 us, and every tensor that a graph allocates 5. Short rows are read once more.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,44 +21,43 @@ from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes import channel_kernels
 from trackbridge.probes.channel_kernels import CELLS, COLUMNS, add_all, add_block, grid_for
-from trackbridge.probes.observe_kernels import FIELDS, ROWS, WARPS, observe_all, observe_part, programs_for
+from trackbridge.probes.observe_kernels import FIELDS, ROWS, WARPS, merge_rows, observe_all, programs_for
 
-FEW = 32  # tokens whose channels a program squares at once: few, or the moments' programs have no registers
+if TYPE_CHECKING:
+    from trackbridge.probes.channel_kernels import Cells
+
+FEW = 512  # rows whose moments one program merges at once
+WIDE = 256  # least length of rows for which their moments are much smaller than the rows
 
 
 @triton.jit
-def _observe_with_channels(
-    x, cells, channels, widths, slab, n, rows, width, site, gate, channels_gate, reading, columns, groups,
-    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
-    CELLS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
+def _rows(
+    table, x, cells, slab, rows, width, site, gate, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The first `reading` programs read for the moments, the others add `columns` blocks of columns in `groups` groups."""
+    merge_rows(table, x, cells, slab, rows, width, site, gate, tl.program_id(0), tl.num_programs(0), FIELDS, PROGRAMS, ROWS)
+
+
+@triton.jit
+def _rows_and_channels(
+    table, x, cells, channels, widths, slab, rows, width, site, gate, channels_gate, merging, columns, groups,
+    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    CELLS: tl.constexpr, COLUMNS: tl.constexpr, CHANNEL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first `merging` programs merge rows, the others add `columns` blocks of columns in `groups` groups of rows."""
     program = tl.program_id(0)
-    if program < reading:
-        observe_part(x, cells, slab, n, site, gate, program, reading, FIELDS, PROGRAMS, ROWS, VECTOR)
+    if program < merging:
+        merge_rows(table, x, cells, slab, rows, width, site, gate, program, merging, FIELDS, PROGRAMS, ROWS)
     else:
-        at = program - reading
+        at = program - merging
         add_block(
-            x,
-            channels,
-            widths,
-            slab,
-            rows,
-            width,
-            site,
-            channels_gate,
-            at % columns,
-            at // columns,
-            groups,
-            CELLS,
-            COLUMNS,
-            FEW,
-        )
+            x, channels, widths, slab, rows, width, site, channels_gate, at % columns, at // columns, groups,
+            CELLS, COLUMNS, CHANNEL_ROWS,
+        )  # fmt: skip
 
 
 @triton_op("trackbridge::observe_triton", mutates_args={"cells"})
-def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
-    """Merge the moments of `y` into the cells of `site` if ``slab[gate]`` is set."""
+def observe_graph(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """Merge the moments of `y`, read once more, into the cells of `site` if ``slab[gate]`` is set."""
     y, vector, programs = y.contiguous(), 16 // y.element_size(), cells.shape[2]
     wrap_triton(observe_all)[(programs_for(y, cells),)](
         y, cells, slab, y.numel(), site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
@@ -60,7 +65,7 @@ def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> Non
 
 
 @triton_op("trackbridge::channels_triton", mutates_args={"channels", "widths"})
-def channels(x: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int) -> None:
+def channels_graph(x: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int) -> None:
     """Add the squares of `x`, shape (tokens, channels), to `site` if ``slab[gate]`` is set."""
     x = x.contiguous()
     wrap_triton(add_all)[grid_for(x)](
@@ -69,15 +74,63 @@ def channels(x: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: in
     )  # fmt: skip
 
 
-@triton_op("trackbridge::observe_with_channels_triton", mutates_args={"cells", "channels", "widths"})
-def observe_with_channels(
-    x: Tensor, cells: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int, channels_gate: int
-) -> None:
-    """`observe` and `channels` of the same `x`, each by its gate."""
-    x, vector, programs = x.contiguous(), 16 // x.element_size(), cells.shape[2]
-    reading = programs_for(x, cells)
+@triton_op("trackbridge::rows_triton", mutates_args={"cells"})
+def rows_graph(table: Tensor, x: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """Merge the `table` of the rows of `x`, shape (5, rows), into the cells of `site`."""
+    (rows, width), programs = x.shape, cells.shape[2]
+    wrap_triton(_rows)[(min(triton.cdiv(rows, FEW), programs),)](
+        table, x, cells, slab, rows, width, site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=FEW, num_warps=WARPS
+    )
+
+
+@triton_op("trackbridge::rows_and_channels_triton", mutates_args={"cells", "channels", "widths"})
+def rows_and_channels_graph(
+    table: Tensor, x: Tensor, cells: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int,
+    channels_gate: int,
+) -> None:  # fmt: skip
+    """`rows_graph`, and `channels_graph` of the same rows."""
+    (rows, width), programs = x.shape, cells.shape[2]
+    merging = min(triton.cdiv(rows, FEW), programs)
     columns, groups, _ = grid_for(x)
-    wrap_triton(_observe_with_channels)[(reading + columns * groups,)](
-        x, cells, channels, widths, slab, x.numel(), *x.shape, site, gate, channels_gate, reading, columns, groups,
-        FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, CELLS=CELLS, COLUMNS=COLUMNS, FEW=FEW, num_warps=WARPS,
+    wrap_triton(_rows_and_channels)[(merging + columns * groups,)](
+        table, x, cells, channels, widths, slab, rows, width, site, gate, channels_gate, merging, columns, groups,
+        FIELDS=FIELDS, PROGRAMS=programs, ROWS=FEW, CELLS=CELLS, COLUMNS=COLUMNS, CHANNEL_ROWS=channel_kernels.ROWS,
+        num_warps=WARPS,
     )  # fmt: skip
+
+
+def in_rows(y: Tensor) -> bool:
+    """Whether the moments of the rows of `y` are much smaller than `y`."""
+    return y.dim() > 0 and y.shape[-1] >= WIDE and y.is_contiguous()
+
+
+def observe(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """What a graph does for the moments of an output: nothing unless ``slab[gate]`` is set when it runs."""
+    if in_rows(y):
+        rows = y.reshape(-1, y.shape[-1])
+        torch.ops.trackbridge.rows_triton(row_moments(rows), rows, cells, slab, site, gate)
+    else:
+        torch.ops.trackbridge.observe_triton(y, cells, slab, site, gate)
+
+
+def observe_with_channels(
+    x: Tensor, cells: Tensor, channels: Cells, slab: Tensor, site: int, gate: int, channels_gate: int
+) -> None:
+    """`observe` of `x`, shape (tokens, channels), and its channels if ``slab[channels_gate]`` is set."""
+    if in_rows(x) and channels.takes(x):
+        torch.ops.trackbridge.rows_and_channels_triton(
+            row_moments(x), x, cells, channels.cells, channels.widths, slab, site, gate, channels_gate
+        )
+    else:
+        observe(x, cells, slab, site, gate)
+        channels.trace(x, slab, site, channels_gate)
+
+
+def row_moments(rows: Tensor) -> Tensor:
+    """For each of `rows`, shape (rows, width): mean, largest absolute value, and sums of squares, cubes and fourth powers of
+    its deviations in units of both together, so that float32 holds them. Shape (5, rows), float32."""
+    rows = rows.float()
+    mean, peak = rows.mean(1, keepdim=True), rows.abs().amax(1, keepdim=True)
+    d = (rows - mean) * (1.0 / (peak + mean.abs()).clamp(1e-30, 1e30))
+    q = d * d
+    return torch.stack((mean.view(-1), peak.view(-1), q.sum(1), (q * d).sum(1), (q * q).sum(1)))

@@ -18,9 +18,9 @@ from trackbridge.probes import moments
 
 @cache
 def observers() -> ModuleType | None:
-    """The kernels for activations, where Triton works; with them the operations that stand for them in graphs."""
+    """The kernels for activations, where Triton works."""
     try:
-        from trackbridge.probes import graph_kernels, observe_kernels  # noqa: F401
+        from trackbridge.probes import observe_kernels
     except ImportError:
         return None
     return observe_kernels

@@ -57,7 +57,12 @@ class Sites:
         self._channels_offset = slab.offset(channels.NAME)
         count = len(self.targets)
         self.kernels: Any = observers() if slab.device.type == "cuda" and count else None
-        self.cells = self.kernels.cells_for(count, slab.device) if self.kernels is not None else None
+        self.cells: Any = None
+        self._graph: Any = None
+        if self.kernels is not None:
+            from trackbridge.probes import graph_kernels
+
+            self.cells, self._graph = self.kernels.cells_for(count, slab.device), graph_kernels
         on_cpu = slab.device.type == "cpu"
         self._rows = slab.device_view("activations").numpy().reshape(-1, moments.WIDTH) if on_cpu else None
         self.channels: Any = None
@@ -84,16 +89,14 @@ class Sites:
         x = channels.by_channel(y, module) if self.channels is not None or self._stride > 1 else None
         y, x = self._some(y, x)
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
-        ops, cells = torch.ops.trackbridge, self.channels
-        if self._readable(y) and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
-            ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
-            return
-        if self._readable(y):
-            ops.observe_triton(y, self.cells, self.slab, site, outputs)
+        if not self._readable(y):
+            torch.ops.trackbridge.observe(y, self.slab, self._offset + site * moments.WIDTH, outputs)
+            if x is not None and self.channels is not None:
+                self.channels.trace(x, self.slab, site, by_channel)
+        elif x is not None and self.channels is not None:  # it has the elements of y
+            self._graph.observe_with_channels(x, self.cells, self.channels, self.slab, site, outputs, by_channel)
         else:
-            ops.observe(y, self.slab, self._offset + site * moments.WIDTH, outputs)
-        if x is not None and cells is not None:
-            cells.trace(x, self.slab, site, by_channel)
+            self._graph.observe(y, self.cells, self.slab, site, outputs)
 
     def collect(self) -> None:
         """The end of a step: cells to rows."""
