@@ -23,22 +23,26 @@ class OwnScalars:
         self._series: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def read(self, values: Mapping[Any, Any], used: Use) -> tuple[tuple[str, ...], list[float], dict[str, Tensor]]:
-        """Series of numbers on the host, these numbers, and 0-d tensors by series. What `used` says no to is left out; raises
-        `UsageError` where it does."""
+        """Series of numbers on the host, these numbers, and 0-d tensors on a device by series. What `used` says no to is left
+        out; raises `UsageError` where it does."""
         given = tuple(values)
-        series = self._series.get(given)
-        if series is not None and set(map(type, values.values())) <= {float}:
-            return series, list(values.values()), {}
+        known = self._series.get(given)
+        if known is not None and set(map(type, values.values())) <= {float}:
+            return known, list(values.values()), {}
         found: dict[str, Tensor | float] = {}
-        for name, value in values.items():
+        for place, (name, value) in enumerate(values.items()):
             with used:
-                found[_series(str(name), found)] = scalar(str(name), value)
-        if len(found) == len(given) and all(type(name) is str for name in given):
+                series = known[place] if known is not None else _series(str(name), found)
+                read = scalar(str(name), value)
+                if isinstance(read, Tensor) and read.device.type == "cpu":
+                    read = float(read.item())
+                found[series] = read
+        if known is None and len(found) == len(given) and all(type(name) is str for name in given):
             if len(self._series) >= MOST:
                 self._series.clear()
             self._series[given] = tuple(found)
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        numbers = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+        tensors = {series: value for series, value in found.items() if isinstance(value, Tensor)}
+        numbers = {series: value for series, value in found.items() if not isinstance(value, Tensor)}
         return tuple(numbers), list(numbers.values()), tensors
 
 
