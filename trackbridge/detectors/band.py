@@ -6,12 +6,14 @@ Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scal
     slope     = (1 - 1 / n) * (slope + b * scale * psi)    straight in log time: loss curves flatten as they age
     calm     += slope + d * scale * psi_calm     a slower level, steadier where the series is stationary
     expected  = calm + slope, but no further than `calm_band` sigmas from level + slope
-    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))
+    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))    a young one's psi is of u less its mean: lag is no noise
     steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
     tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
+    lopsided += h * (sign(u) * the same - lopsided)        what the upper side has of it more than the lower
 
-A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1)) * (1 + (young / seen)^2)`` with ``t = max(1, tail /
-tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band. So does a young one: its scale is an estimate
+A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1)) * (1 + (young / seen)^2)`` with ``t = max(1, (tail +
+min(lopsided, 0)) / tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band. The lower side has its say
+as far as the upper agrees: alone it is that of a loss that falls faster than its band, and no reason to let a rise pass. So does a young one: its scale is an estimate
 from few values, so that quantiles are wider, as Student's are beside Gaussian ones. The tail is learned from values *inside*
 the band, and from the first of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach
 nothing. Excursions below the band are silent, and the band follows after `accept_below` values: for everything we judge, less
@@ -45,12 +47,15 @@ from trackbridge.detectors.units import Units, is_global_gradient, is_loss
 
 _TAIL_CAP = 3.5
 _TAIL_PRIOR = 0.0125  # a new series counts as mildly heavy-tailed until `_TAIL_START` values have spoken
-_TAIL_START = 100
+_TAIL_START = 200
 _FALLING = -1.0  # sigmas below its base at which a loss counts as falling
 _DRIFT_SCALES = 3.0  # scales of the global gradient norm that make a drift of it in any case
 _TAIL_OF_SPIKE = 20  # values after an excursion in which no drift begins
 _YOUNG_SCALE = 4.0  # a young series' scale forgets its first, steep values this much faster than 1 / seen
 _YOUNG_SLOPE = 20.0  # over seen^2: the gain of a young slope, that of a line through about the latest half of its values
+_YOUNG_CALM = 10.0  # the slow level is at first over about the latest fifth of the values
+_YOUNG_BIAS = 1.5  # the mean of a young series' residuals is that of about the latest three quarters
+_OLD = 1000  # values from which on it is left out: the band has long caught up
 _STEEPEST = 0.05  # no slope learns faster
 _FALLEN = 2.0  # what the scale is multiplied by when a fall is accepted
 
@@ -61,8 +66,8 @@ class Tuning:
 
     level_gain: float = 0.2
     slope_gain: float = 0.003
-    calm_gain: float = 0.05
-    calm_band: float = 0.3
+    calm_gain: float = 0.02
+    calm_band: float = 0.4
     scale_gain: float = 1 / 45
     steady_gain: float = 1 / 400
     steady_band: float = 0.3
@@ -130,7 +135,7 @@ class BandDetector(SeriesState):
     """See the module's docstring. Memory does not grow with steps."""
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
-        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0, "slow": 0.0,
+        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "bias": 0.0, "tail": _TAIL_PRIOR, "lopsided": 0.0, "fast": 0.0, "slow": 0.0,
         "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
         "signed": False,
     }  # fmt: skip
@@ -139,7 +144,9 @@ class BandDetector(SeriesState):
     calm: FloatArray
     scale: FloatArray
     steady: FloatArray
+    bias: FloatArray  # mean residual of a young series, in scales
     tail: FloatArray
+    lopsided: FloatArray
     fast: FloatArray  # averages over the present excursion
     slow: FloatArray
     seen: IntArray  # finite values so far
@@ -162,7 +169,9 @@ class BandDetector(SeriesState):
         self.units = Units((), cfg)
         self.heads: IntArray = np.zeros(0, np.int64)
         self._is_loss: BoolArray = np.zeros(0, bool)
+        self._loss = -1  # the first loss
         self._unborn = True  # some series may have no value yet
+        self.sigmas: FloatArray = np.zeros(0)  # of the latest values, above expectation; of an absent series meaningless
         self.settled: BoolArray = np.zeros(0, bool)  # of the latest accepted excursion: settled, or out of patience?
 
     def bind(self, series: Sequence[str]) -> None:
@@ -170,6 +179,7 @@ class BandDetector(SeriesState):
         self.units = Units(self.series, self.settings)
         heads = [i for i, name in enumerate(self.series) if is_loss(name) or is_global_gradient(name)]
         self.heads = np.array(heads, np.int64)
+        self._loss = next((i for i in heads if is_loss(self.series[i])), -1)
         self._is_loss = np.array([is_loss(name) for name in self.series], bool).reshape(len(self.series))
         self.drift.bind(self.series)
         self.slow_drift.bind([self.series[i] for i in heads])
@@ -189,6 +199,7 @@ class BandDetector(SeriesState):
         away = bool(np.count_nonzero(self.run))
         ahead, calm, own, scale, expected, factor = self._ahead(age, away)
         u = (x - expected) / scale
+        self.sigmas = u
         score = units.skewed(u, scale, expected, factor, self.signed)
         bar = units.bars(factor if widen == 1.0 else widen * factor, scale)
         above, below = self._outside(score, bar, grown(age, cfg.warmup, ok), away)
@@ -229,7 +240,9 @@ class BandDetector(SeriesState):
         np.maximum(self.scale, own, out=own)
         scale = _near(self.steady, own, tune.steady_band * own)
         expected = _near(calm, ahead, tune.calm_band * scale)
-        weight = np.maximum(self.tail, tune.tail_free)
+        weight = np.minimum(self.lopsided, 0.0)
+        weight += self.tail
+        np.maximum(weight, tune.tail_free, out=weight)
         factor = weight - tune.tail_free
         factor *= tune.tail_span
         weight += tune.tail_free
@@ -286,7 +299,7 @@ class BandDetector(SeriesState):
         slow = _gated(_clipped(x - calm, least, reach), gate)
         along = self.slope if gate is None else gate * self.slope
         self.level += at_least(young, tune.level_gain) * move + along
-        self.calm += at_least(young, tune.calm_gain) * slow + along
+        self.calm += at_least(at_most(_YOUNG_CALM * young, 1.0), tune.calm_gain) * slow + along
         self.slope += at_least(at_most(_YOUNG_SLOPE * young * young, _STEEPEST), tune.slope_gain) * move
         flatter = at_most(young, 0.5)
         self.slope *= 1.0 - (flatter if gate is None else gate * flatter)
@@ -297,28 +310,60 @@ class BandDetector(SeriesState):
         if not isinstance(age, float) or age > 0.0:
             rough = x - expected
             rough /= own
+            fine = self._unbiased(u, rough, age, young, learn)
             rough = self._rescaled(own, rough, at_least(early, tune.scale_gain))
             rough -= self.scale
             self.scale += _gated(rough, gate)
-            fine = self._rescaled(scale, u, at_least(early, tune.steady_gain))
+            fine = self._rescaled(scale, fine, at_least(early, tune.steady_gain))
             fine -= self.steady
             self.steady += _gated(fine, gate)
         self._tails(u, learn, age)
 
+    def _unbiased(
+        self, u: FloatArray, rough: FloatArray, age: float | FloatArray, young: Gain, learn: BoolArray
+    ) -> FloatArray:
+        """`u`, and in place `rough`, less the mean residual where a run-level series is young; the mean is then learned. A band
+        that follows a steep beginning late has an error, and that is not the noise of the series."""
+        at = self.heads
+        if isinstance(age, float):
+            if age >= _OLD:
+                return u
+            gain: Gain = at_most(_YOUNG_BIAS * young, 0.5)
+        else:
+            gain = np.where(age[at] < _OLD, np.minimum(_YOUNG_BIAS / (age[at] + 1.0), 0.5), 0.0)
+        bias = self.bias[at]
+        away = np.where(gain > 0.0, bias, 0.0)
+        added = (1.0 + gain / (2.0 - gain)) ** 0.5  # a mean of few values has noise of its own
+        rough[at] = (rough[at] - away) / added
+        fine = u.copy()
+        own = u[at]
+        fine[at] = (own - away) / added
+        clip = self.tuning.clip
+        self.bias[at] = np.where(learn[at], bias + gain * (np.minimum(np.maximum(own, -clip), clip) - bias), bias)
+        return fine
+
     def _tails(self, u: FloatArray, learn: BoolArray, age: float | FloatArray) -> None:
+        """Few values are beyond two sigmas: all series forget a little, and those few learn."""
         tune = self.tuning
-        size = np.abs(u)
-        over = size > 2.0
+        over = np.abs(u) > 2.0
         counts = grown(age, self.settings.warmup, learn)
-        np.minimum(size, _TAIL_CAP, out=size)
+        share: Gain = at_least(1.0 / (at_least(age - self.settings.warmup, 0.0) + _TAIL_START), tune.tail_gain)
+        if np.count_nonzero(counts) != len(counts):
+            share = counts * share
+        far = np.flatnonzero(over)
+        again = self.hot[far]
+        later, first = far[again], far[~again]  # of a cluster over two sigmas only the first value counts
+        kept = self.tail[later], self.lopsided[later]
+        forget = 1.0 - share
+        self.tail *= forget
+        self.lopsided *= forget
+        self.tail[later], self.lopsided[later] = kept
+        size = np.minimum(np.abs(u[first]), _TAIL_CAP)
         size -= 2.0
-        np.maximum(size, 0.0, out=size)
-        size /= 2
-        size -= self.tail
-        # Of a cluster over two sigmas only the first value counts.
-        gain = at_least(1.0 / (at_least(age - self.settings.warmup, 0.0) + _TAIL_START), tune.tail_gain)
-        size *= (counts & ~(over & self.hot)) * gain
-        self.tail += size
+        size *= 0.5
+        size *= share if isinstance(share, float) else share[first]
+        self.tail[first] += size
+        self.lopsided[first] += np.copysign(size, u[first])
         np.copyto(self.hot, over, where=learn)
 
     def _rescaled(self, scale: FloatArray, u: FloatArray, gain: Gain) -> FloatArray:
@@ -379,10 +424,11 @@ class BandDetector(SeriesState):
         heads, fast, slow = self.heads, self.drift, self.slow_drift
         terms = _Terms(self, scale, factor)  # of the state before this value
         under_way = (fast.on, slow.on)
-        begun = fast.update(step, x, scale, learn, gate, young, terms.fast)
+        loss = float(self.level[self._loss]) if self._loss >= 0 else 0.0
+        begun = fast.update(step, x, scale, learn, gate, young, loss, terms.fast)
         slowly = slow.update(
             step, x[heads], scale[heads], learn[heads], None if gate is None else gate[heads],
-            young if isinstance(young, float) else young[heads], terms.slow,
+            young if isinstance(young, float) else young[heads], loss, terms.slow,
         )  # fmt: skip
         if begun is None and slowly is None:
             return []
@@ -421,6 +467,9 @@ class BandDetector(SeriesState):
         eligible = units.drifts & (self.seen >= self.drift.warmup) & ((self.rest >= _TAIL_OF_SPIKE) | (self.last_out < 0))
         if self._falls(*leans):
             eligible &= self._is_loss
+        elif self._loss >= 0:  # nor one that began before the loss fell to where it is
+            fallen = (self.drift.then - self.level[self._loss]) > -_FALLING * scale[self._loss]
+            eligible &= self._is_loss | ~fallen
         # Over some 15 steps the norm of small batches' gradients wanders more than over some 500.
         larger = np.maximum(material, np.minimum(units.gradient_material, _DRIFT_SCALES * scale))
         return eligible, np.sqrt(factor), material, larger

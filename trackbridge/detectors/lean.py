@@ -35,7 +35,7 @@ class Lean(SeriesState):
     """The statistic above for n series. `on` marks the drifts under way, `since` the step at which each began."""
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
-        "base": 0.0, "lean": 0.0, "center": 0.0, "spread": 0.0, "anchor": 0.0, "since": 0, "on": False,
+        "base": 0.0, "lean": 0.0, "center": 0.0, "spread": 0.0, "anchor": 0.0, "since": 0, "then": 0.0, "on": False,
     }  # fmt: skip
     base: FloatArray
     lean: FloatArray
@@ -43,6 +43,7 @@ class Lean(SeriesState):
     spread: FloatArray
     anchor: FloatArray
     since: IntArray
+    then: FloatArray  # what the level of the loss was at `since`
     on: BoolArray
 
     def __init__(self, gain: float, base_gain: float, spread_gain: float, warmup: int, threshold: float) -> None:
@@ -69,9 +70,10 @@ class Lean(SeriesState):
 
     def update(
         self, step: int, x: FloatArray, scale: FloatArray, learn: BoolArray, gate: FloatArray | None, young: Gain,
-        terms: Callable[[], tuple[BoolArray, FloatArray, FloatArray]],
+        loss: float, terms: Callable[[], tuple[BoolArray, FloatArray, FloatArray]],
     ) -> BoolArray | None:  # fmt: skip
-        """One step. `learn`: values that may teach; `gate`: the same as numbers, None if all; `young`: 1 / (values seen + 1).
+        """One step. `learn`: values that may teach; `gate`: the same as numbers, None if all; `young`: 1 / (values seen + 1);
+        `loss`: the loss's level.
         `terms` is asked only when some z passes the threshold, for: series in which a drift may begin; what raises the
         threshold (>= 1); least rise that matters, in the unit of `x`. Returns where a drift begins, None if nowhere. Sets `z`,
         `ended` and, where ended, `returned`: it came back to where it began."""
@@ -103,6 +105,7 @@ class Lean(SeriesState):
         if moving:
             rest &= ~self.on
         np.copyto(self.since, step + 1, where=rest)
+        np.copyto(self.then, loss, where=rest)
         self._spread(z, gate, young, moving)
         return starting if begun else None
 

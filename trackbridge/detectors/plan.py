@@ -39,6 +39,7 @@ class Plan:
     skipped: int  # place of optim/skipped, or -1
     guarded: tuple[int, ...]  # places of the counts of updates and batches that the guard held back
     clipping: tuple[int, int]  # places of grad/norm and grad/norm_clipped, or -1
+    witness: int  # column in the detector of the global gradient norm, or -1
     layers: IntArray  # columns in the detector of the per-layer gradient norms
 
     @classmethod
@@ -56,5 +57,6 @@ class Plan:
             places.get("optim/skipped", -1),
             tuple(places[name] for name in ("guard/held", "guard/dropped") if name in places),
             (places.get("grad/norm", -1), places.get("grad/norm_clipped", -1)),
+            next((where[name] for name in names if is_global_gradient(name)), -1),
             np.array([where[name] for name in names if name.endswith("/grad_norm")], np.int64),
         )

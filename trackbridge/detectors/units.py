@@ -17,6 +17,7 @@ from trackbridge.detectors.base import BoolArray, FloatArray, IntArray
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
 _ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
 _SKEW = 0.2  # no more is taken for skew: a value several times anything before is a spike in the noisiest loss
+_EXPONENTIAL = 0.4
 _MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
 
@@ -112,8 +113,9 @@ class Units:
     def _skew(self, u: FloatArray, scale: FloatArray, expected: FloatArray, signed: BoolArray) -> tuple[BoolArray, FloatArray]:
         """Which series, none of them judged on its logarithm, have such noise, and their r (1 for the others)."""
         share = scale / np.maximum(expected, 1e-30)
-        skew = ~signed & (expected > 0) & (share > _ADDITIVE) & (share < 1.0) & (u > 0)
-        return skew, np.where(skew, np.minimum(share - _ADDITIVE, _SKEW), 1.0)
+        skew = ~signed & (expected > 0) & (share > _ADDITIVE) & (u > 0)
+        r = np.maximum(np.minimum(share - _ADDITIVE, _SKEW), _EXPONENTIAL * np.minimum(share, 1.0))
+        return skew, np.where(skew, r, 1.0)
 
     def plain(self, judged: float, index: int) -> float:
         """A judged number back in the series' own unit."""

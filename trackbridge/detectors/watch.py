@@ -25,6 +25,7 @@ _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _PLANS = 512  # schemas remembered
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
+_SURE = 5.5  # sigmas of a loss that need no second witness
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
@@ -236,7 +237,7 @@ class Watch:
     # -- excursions and drifts -------------------------------------------------------------------------------------
 
     def _begin(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
-        heads = [v for v in verdicts if self._is_head[v.index] and v.kind != "shift"]
+        heads = [v for v in verdicts if self._is_head[v.index] and v.kind != "shift" and not self._awaits(v, row, verdicts)]
         new: dict[str, Verdict] = {}
         for v in sorted(heads, key=lambda v: (not is_loss(self._name(v)), -v.score)):
             sudden = v.kind != "drift" or v.step - v.onset <= _SUDDEN
@@ -247,6 +248,28 @@ class Watch:
                 continue
             out += self._open_episode(row, key, v, verdicts)
         return out
+
+    def _awaits(self, v: Verdict, row: Row, verdicts: list[Verdict]) -> bool:
+        """True for a value that says too little alone; a second one in the same excursion tells it. A loss just beyond its bar
+        needs another witness, where there is one: the gradient norm of the same step, as far out either way. A gradient norm
+        needs the loss, where clipping left no more of it than a usual norm may be."""
+        first = self.detector.run[v.index] == 1
+        if v.kind != "spike":
+            return False
+        plan = self._plans[id(row.schema)]
+        if is_loss(self._name(v)):
+            return bool(first) and v.score < _SURE and self._usual_gradient(plan)
+        most = self.settings.grad_least * v.expected
+        whole, clipped = (float(row.values[i]) if i >= 0 else math.nan for i in plan.clipping)
+        kept = clipped < whole and clipped <= most
+        alone = not any(is_loss(self._name(w)) for w in verdicts)
+        return alone and (bool(first) and kept or v.value <= most)
+
+    def _usual_gradient(self, plan: Plan) -> bool:
+        """The global gradient norm of this step is known, and in no way unusual."""
+        d, at = self.detector, plan.witness
+        known = at >= 0 and bool(self._present[at]) and int(d.seen[at]) > self.settings.warmup
+        return known and abs(float(d.sigmas[at])) < self.settings.threshold
 
     def _begin_layers(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
         """Single layers that stay out of their band while nothing else is wrong: one event of low severity for all of them.

@@ -26,6 +26,7 @@ _KEPT = _LONG + 8
 _EVERY = 4  # steps between two looks for a climb
 _SIGMA = 1.4826
 _LEAST, _LEAST_LOG = 0.009, 0.1  # of the level; in log space: smaller scales are not believed, as in the band
+_HIGH, _MUCH = 3.5, 0.5  # scales (of before or after, whichever is noisier) and share of a climb of the loss that tell it too
 _LOSS, _NORM = "train/loss", "grad/norm"
 
 
@@ -101,9 +102,20 @@ class Level(Monitor):
         base = values[:_BASE]
         scale = _scale(base, median(base), self._least(name, level))
         cfg = self.config
-        if height - level <= cfg.climb * scale or not self._matters(name, level, height, base, cfg.climb_share, cfg.climb):
+        far = height - level > cfg.climb * scale and self._matters(name, level, height, base, cfg.climb_share, cfg.climb)
+        high = name == _LOSS and height - level > _MUCH * abs(level)
+        high = high and height - level > _HIGH * max(scale, _scale(values[-_BASE:], height, self._least(name, height)))
+        if not (far or high) or (name == _NORM and self._fell()):
             return None
         return self._sign(name, "drift", 0, level, height, scale, f"a climb over {_LONG} values")
+
+    def _fell(self) -> bool:
+        """The loss came down while the gradient norm climbed: a net that learns."""
+        loss = self.values.get(_LOSS, [])
+        if len(loss) < _KEPT:
+            return False
+        before = median(loss[:8])
+        return median(loss[-12:]) < before - _scale(loss[:_BASE], median(loss[:_BASE]), _LEAST * abs(before))
 
     def _least(self, name: str, level: float) -> float:
         return _LEAST_LOG if name == _NORM else _LEAST * abs(level)

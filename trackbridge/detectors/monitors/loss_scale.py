@@ -1,7 +1,7 @@
 """A gradient scaler whose scale collapses: half precision can no longer hold the gradients.
 
-A scaler starts too high and searches: the halvings before its first calm stretch are part of that. After it, one halving now
-and then is normal (the scale grows until it overflows); many without growth in between are not.
+A scaler starts too high and searches: the halvings before its first calm stretch are part of that, and no part of a later fall.
+After it, one halving now and then is normal (the scale grows until it overflows); many without growth in between are not.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LossScale(Monitor):
             return None
         fell = 0 < scale < self.last
         self.still = 0 if fell else self.still + 1
-        if self.still >= cfg.calm:
-            self.settled = True
+        if self.still >= cfg.calm and not self.settled:
+            self.settled, self.high = True, scale
         if self.still >= cfg.within or (not fell and (scale > self.last or self.high == 0)):
             self.high, self.high_at = scale, look.step  # what fell before has no part in the next fall
             if self.told:
