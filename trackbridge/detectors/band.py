@@ -6,14 +6,12 @@ Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scal
     slope     = (1 - 1 / n) * (slope + b * scale * psi)    straight in log time: loss curves flatten as they age
     calm     += slope + d * scale * psi_calm     a slower level, steadier where the series is stationary
     expected  = calm + slope, but no further than `calm_band` sigmas from level + slope
-    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))    a young one's psi is of u less its mean: lag is no noise
+    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))    psi of a young loss is of u less its mean
     steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
     tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
-    lopsided += h * (sign(u) * the same - lopsided)        what the upper side has of it more than the lower
 
-A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1)) * (1 + (young / seen)^2)`` with ``t = max(1, (tail +
-min(lopsided, 0)) / tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band. The lower side has its say
-as far as the upper agrees: alone it is that of a loss that falls faster than its band, and no reason to let a rise pass. So does a young one: its scale is an estimate
+A value is out of band when ``u > bar * (1 + span * (t - 1) / (t + 1)) * (1 + (young / seen)^2)`` with ``t = max(1, tail /
+tail_free)``: a series whose ordinary batches are heavy-tailed gets a wider band. So does a young one: its scale is an estimate
 from few values, so that quantiles are wider, as Student's are beside Gaussian ones. The tail is learned from values *inside*
 the band, and from the first of a cluster only, so a spike does not raise the bar for the next one. Values out of band teach
 nothing. Excursions below the band are silent, and the band follows after `accept_below` values: for everything we judge, less
@@ -135,8 +133,8 @@ class BandDetector(SeriesState):
     """See the module's docstring. Memory does not grow with steps."""
 
     FIRST: ClassVar[dict[str, float | int | bool]] = {
-        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "bias": 0.0, "tail": _TAIL_PRIOR, "lopsided": 0.0, "fast": 0.0, "slow": 0.0,
-        "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
+        "level": 0.0, "slope": 0.0, "calm": 0.0, "scale": 0.0, "steady": 0.0, "bias": 0.0, "tail": _TAIL_PRIOR, "fast": 0.0,
+        "slow": 0.0, "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
         "signed": False,
     }  # fmt: skip
     level: FloatArray
@@ -146,7 +144,6 @@ class BandDetector(SeriesState):
     steady: FloatArray
     bias: FloatArray  # mean residual of a young series, in scales
     tail: FloatArray
-    lopsided: FloatArray
     fast: FloatArray  # averages over the present excursion
     slow: FloatArray
     seen: IntArray  # finite values so far
@@ -240,9 +237,7 @@ class BandDetector(SeriesState):
         np.maximum(self.scale, own, out=own)
         scale = _near(self.steady, own, tune.steady_band * own)
         expected = _near(calm, ahead, tune.calm_band * scale)
-        weight = np.minimum(self.lopsided, 0.0)
-        weight += self.tail
-        np.maximum(weight, tune.tail_free, out=weight)
+        weight = np.maximum(self.tail, tune.tail_free)
         factor = weight - tune.tail_free
         factor *= tune.tail_span
         weight += tune.tail_free
@@ -310,7 +305,7 @@ class BandDetector(SeriesState):
         if not isinstance(age, float) or age > 0.0:
             rough = x - expected
             rough /= own
-            fine = self._unbiased(u, rough, age, young, learn)
+            fine = self._unbiased(u, rough, age, learn)
             rough = self._rescaled(own, rough, at_least(early, tune.scale_gain))
             rough -= self.scale
             self.scale += _gated(rough, gate)
@@ -319,23 +314,21 @@ class BandDetector(SeriesState):
             self.steady += _gated(fine, gate)
         self._tails(u, learn, age)
 
-    def _unbiased(
-        self, u: FloatArray, rough: FloatArray, age: float | FloatArray, young: Gain, learn: BoolArray
-    ) -> FloatArray:
+    def _unbiased(self, u: FloatArray, rough: FloatArray, age: float | FloatArray, learn: BoolArray) -> FloatArray:
         """`u`, and in place `rough`, less the mean residual where a run-level series is young; the mean is then learned. A band
         that follows a steep beginning late has an error, and that is not the noise of the series."""
         at = self.heads
         if isinstance(age, float):
             if age >= _OLD:
                 return u
-            gain: Gain = at_most(_YOUNG_BIAS * young, 0.5)
+            gain: Gain = min(_YOUNG_BIAS / (age + 1.0), 0.5)
         else:
             gain = np.where(age[at] < _OLD, np.minimum(_YOUNG_BIAS / (age[at] + 1.0), 0.5), 0.0)
         bias = self.bias[at]
         away = np.where(gain > 0.0, bias, 0.0)
-        added = (1.0 + gain / (2.0 - gain)) ** 0.5  # a mean of few values has noise of its own
+        added = np.sqrt(1.0 + gain / (2.0 - gain))  # a mean of few values has noise of its own
         rough[at] = (rough[at] - away) / added
-        fine = u.copy()
+        fine: FloatArray = u.copy()
         own = u[at]
         fine[at] = (own - away) / added
         clip = self.tuning.clip
@@ -343,27 +336,19 @@ class BandDetector(SeriesState):
         return fine
 
     def _tails(self, u: FloatArray, learn: BoolArray, age: float | FloatArray) -> None:
-        """Few values are beyond two sigmas: all series forget a little, and those few learn."""
         tune = self.tuning
-        over = np.abs(u) > 2.0
+        size = np.abs(u)
+        over = size > 2.0
         counts = grown(age, self.settings.warmup, learn)
-        share: Gain = at_least(1.0 / (at_least(age - self.settings.warmup, 0.0) + _TAIL_START), tune.tail_gain)
-        if np.count_nonzero(counts) != len(counts):
-            share = counts * share
-        far = np.flatnonzero(over)
-        again = self.hot[far]
-        later, first = far[again], far[~again]  # of a cluster over two sigmas only the first value counts
-        kept = self.tail[later], self.lopsided[later]
-        forget = 1.0 - share
-        self.tail *= forget
-        self.lopsided *= forget
-        self.tail[later], self.lopsided[later] = kept
-        size = np.minimum(np.abs(u[first]), _TAIL_CAP)
+        np.minimum(size, _TAIL_CAP, out=size)
         size -= 2.0
-        size *= 0.5
-        size *= share if isinstance(share, float) else share[first]
-        self.tail[first] += size
-        self.lopsided[first] += np.copysign(size, u[first])
+        np.maximum(size, 0.0, out=size)
+        size /= 2
+        size -= self.tail
+        # Of a cluster over two sigmas only the first value counts.
+        gain = at_least(1.0 / (at_least(age - self.settings.warmup, 0.0) + _TAIL_START), tune.tail_gain)
+        size *= (counts & ~(over & self.hot)) * gain
+        self.tail += size
         np.copyto(self.hot, over, where=learn)
 
     def _rescaled(self, scale: FloatArray, u: FloatArray, gain: Gain) -> FloatArray:

@@ -45,6 +45,8 @@ class SeriesState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state`, whatever the order of its series. Series that are not bound yet are kept until they are."""
         bound = self.series or tuple(state["series"])
-        self._saved = {one: {name: state[name][i] for name in self.FIRST} for i, one in enumerate(state["series"])}
+        self._saved = {
+            one: {name: state[name][i] for name in self.FIRST if name in state} for i, one in enumerate(state["series"])
+        }
         self.series = ()
         self.bind(bound)

@@ -17,7 +17,7 @@ from trackbridge.detectors.base import BoolArray, FloatArray, IntArray
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
 _ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
 _SKEW = 0.2  # no more is taken for skew: a value several times anything before is a spike in the noisiest loss
-_EXPONENTIAL = 0.4
+_EXPONENTIAL = 0.4  # skew of noise as large as the level: exponential values pass 4.5 about as rarely as Gaussian ones
 _MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
 

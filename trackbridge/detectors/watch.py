@@ -263,7 +263,7 @@ class Watch:
         whole, clipped = (float(row.values[i]) if i >= 0 else math.nan for i in plan.clipping)
         kept = clipped < whole and clipped <= most
         alone = not any(is_loss(self._name(w)) for w in verdicts)
-        return alone and (bool(first) and kept or v.value <= most)
+        return alone and ((bool(first) and kept) or v.value <= most)
 
     def _usual_gradient(self, plan: Plan) -> bool:
         """The global gradient norm of this step is known, and in no way unusual."""
