@@ -195,10 +195,13 @@ def print_trade(seeds: int = 100) -> None:
     }
     for name, make in {**makers, **REFERENCES}.items():
         found = alarms(make(), clean)
-        false = " ".join(f"{k} {rate(sum(map(events, found[i :: len(NOISES)])), seeds * STEPS)}" for i, k in enumerate(NOISES))
+        false = " ".join(
+            f"{k} {rate(sum(map(events, found[i :: len(NOISES)])), seeds * STEPS)}" for i, k in enumerate(NOISES)
+        )
         judged = zip(alarms(make(), curves), truth, strict=True)
         recall = np.mean([np.isin(at, [step for step, _ in steps]).mean() for steps, at in judged])
         print(f"  {name:34s} {false} | {recall:.3f}")
+
 
 
 # -- speed ----------------------------------------------------------------------------------------------------------
@@ -307,7 +310,9 @@ class Curves:
 
 
 def _grid() -> Iterator[tuple[DetectionConfig, Tuning]]:
-    for threshold, level, scale, span in itertools.product((4.2, 4.5, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (3.5, 5.0, 6.5)):
+    for threshold, level, scale, span in itertools.product(
+        (4.2, 4.5, 5.2), (0.12, 0.2, 0.3), (30, 45, 60), (3.5, 5.0, 6.5)
+    ):
         yield (
             DetectionConfig(threshold=threshold),
             replace(Tuning(), level_gain=level, scale_gain=1 / scale, tail_span=span),

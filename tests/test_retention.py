@@ -227,7 +227,9 @@ def test_a_resumed_writer_numbers_on(directory: RunDirectory) -> None:
 def test_as_a_process_and_in_the_trainer(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     budget = JournalConfig(budget_bytes=1 << 18, full_resolution_steps=0)
     file = directory.read()
-    directory.write(file.model_copy(update={"settings": {"journal": budget.model_dump()}, "backends": [{"kind": "never"}]}))
+    directory.write(
+        file.model_copy(update={"settings": {"journal": budget.model_dump()}, "backends": [{"kind": "never"}]})
+    )
     retainer = retention.Retainer(directory, 0, budget)
     write(directory, rows(range(2000)), on_closed=retainer.closed)  # type: ignore[arg-type]
     retainer.closed()

@@ -248,7 +248,9 @@ class RngStates:
 def _without_runs(statistics: Any) -> Any:
     if not isinstance(statistics, Mapping):
         return statistics
-    return {name: {"count": value["count"]} if name == "ngram" else _without_runs(value) for name, value in statistics.items()}
+    return {
+        name: {"count": value["count"]} if name == "ngram" else _without_runs(value) for name, value in statistics.items()
+    }
 
 
 def write_batches(folder: Path, contexts: Sequence[StepContext], *, runs: bool) -> None:

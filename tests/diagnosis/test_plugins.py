@@ -11,7 +11,7 @@ from tests.capsules import an_anomaly
 from tests.test_seal import a_run
 from trackbridge.capsule import load
 
-RULES = """
+RULES = '''
 from trackbridge.diagnosis import rule
 
 @rule("cosmic-ray", intervention="rerun")
@@ -21,7 +21,7 @@ def cosmic_ray(view, case):
 @rule("broken-rule", intervention="rerun")
 def broken(view, case):
     raise RuntimeError("a bug of theirs")
-"""
+'''
 
 
 def install(folder: Path, **points: str) -> None:

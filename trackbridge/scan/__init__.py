@@ -78,3 +78,4 @@ def _rows(steps: list[int], series: dict[str, Points]) -> Iterator[Row]:
 
 def _column(steps: list[int], points: Points) -> FloatArray:
     return np.array([points.get(step, np.nan) for step in steps], np.float64)
+
