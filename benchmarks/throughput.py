@@ -14,6 +14,7 @@ process: ours is `trackbridge sync` of a journal, the SDK's is the best way its 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import multiprocessing
 import os
@@ -180,6 +181,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, metavar=("WHAT", "TRACKER", "URI"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # As pip leaves a package, the SDKs' among them: without this a checkout is compiled at each start of a process.
+    compileall.compile_dir(Path(__file__).parents[1] / "trackbridge", quiet=1)
     if options.one:
         print(json.dumps(one(*options.one, options.rows)))
         return

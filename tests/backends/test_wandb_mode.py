@@ -137,6 +137,21 @@ def test_another_recording_of_the_same_id_is_another_run(
         assert [row[SEQ] for row in wandb_server.run(run.project, run_id).history()] == seqs
 
 
+def test_a_new_run_is_not_looked_up_before_it_opens(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
+    """Whose an id is, is asked where there is a run of that id: the question costs a new run a third of a second."""
+    asked = ("TrackbridgeOwner", "TrackbridgeReadBack")
+    before = {name: wandb_server.operations[name] for name in asked}
+    first = connect(run)
+    assert {name: wandb_server.operations[name] for name in asked} == before
+    deliver(first, rows(range(3)))
+    assert first.close(end(3), timeout=20) == 3
+    again = replace(run, directory=f"{run.directory}-copy")  # without the note of the first: is it ours?
+    second = connect(again)
+    assert wandb_server.operations["TrackbridgeOwner"] == before["TrackbridgeOwner"] + 1
+    assert second.close(None, timeout=20) == -1
+    assert [row[SEQ] for row in wandb_server.run(run.project, run.run_id).history()] == [0, 1, 2]
+
+
 def test_names_that_wandb_refuses(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:
     """A project, tag or artifact kind of ours is any text. One that W&B refuses would hold up the run, or all its tags."""
     odd = replace(run, project="team/exp #1: 50%?\\" + "p" * 200, tags=("t" * 100, "", "fine"), group="g" * 200, name="n" * 300)

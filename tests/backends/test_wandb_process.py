@@ -14,6 +14,7 @@ from wandb_kit import QUICK, Connect, QuickConfig, seqs
 
 from tests.wandb_server import Stall, WandbServer
 from trackbridge.backends.wandb import WandbBackend
+from trackbridge.backends.wandb_file import load
 from trackbridge.errors import RetryLater
 from trackbridge.records import RunInfo
 from trackbridge.testing import anomaly, artifact, deliver, end, rows
@@ -49,6 +50,32 @@ def test_a_wrong_key_names_the_fix(wandb_server: WandbServer, run: RunInfo, monk
     monkeypatch.setenv("WANDB_API_KEY", "wrong" * 8)
     with pytest.raises(RetryLater, match="wandb login"):
         QuickConfig(base_url=wandb_server.url).build().open(run)
+
+
+SHOWS = """
+import sys
+from pathlib import Path
+from trackbridge.backends.wandb_client import Client, Target
+from trackbridge.backends.wandb_rows import Keys
+client = Client(process=True)
+client.open(Target(folder=sys.argv[1], project="p", run_id="a", name="a", keys=Keys(), mode="offline"))
+client._show(Path(sys.argv[2]), 0)
+client.finish(0, False, -1)
+print("pandas" in sys.modules, flush=True)
+"""
+
+
+def test_a_page_is_shown_without_pandas(tmp_path: Path) -> None:
+    """The SDK imports it to see whether a value is a table: most of a second and 60 MB for each run."""
+    pytest.importorskip("pandas")
+    shown = tmp_path / "views"
+    shown.mkdir()
+    (shown / "report.html").write_text("<p>a page</p>")
+    (tmp_path / "run" / "wandb").mkdir(parents=True)
+    command = [sys.executable, "-c", SHOWS, str(tmp_path / "run" / "wandb"), str(shown)]
+    done = subprocess.run(command, env={**os.environ, "WANDB_SILENT": "true"}, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["False"], done.stdout + done.stderr
+    assert any("html" in str(row) for row in load(tmp_path / "run" / "wandb").history)
 
 
 def test_close_keeps_to_its_time_and_leaves_no_process(wandb_server: WandbServer, connect: Connect, run: RunInfo) -> None:

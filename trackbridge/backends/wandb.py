@@ -186,7 +186,7 @@ class WandbBackend:
         try:
             self._finish()
             while (safe := self._confirm()) < self._given and self._clock() < self._deadline:
-                time.sleep(0.05)
+                time.sleep(0.02)
             return safe
         except (RetryLater, ClientError) as error:
             logger.warning("trackbridge: W&B did not confirm everything within %.0f s: %s", timeout, error)
@@ -196,8 +196,9 @@ class WandbBackend:
 
     def _finish(self) -> None:
         """Ask for everything to be sent, and for the run to be marked if this is its end."""
-        self._call("settle")
-        if self._end is not None:
+        if self._end is None:
+            self._call("settle")
+        else:
             for record in list(self._facts.values()):
                 if isinstance(record, Anomaly):
                     self._alert(record)  # a run that has ended takes no alert

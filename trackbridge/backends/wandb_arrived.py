@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,21 @@ class Arrived:
 
 
 class OnlineReader:
-    """Reads back from the server what has arrived: only new rows, only their seq."""
+    """Reads back from the server what has arrived: only new rows, only their seq. `empty`: the run was made just now, so there
+    is nothing to ask about before something was sent."""
 
-    def __init__(self, run: Any, keys: Keys) -> None:
-        import wandb
-
+    def __init__(self, run: Any, keys: Keys, *, empty: bool = False) -> None:
         self._keys = keys
-        self._api = wandb.Api(overrides={"base_url": run.settings.base_url}, timeout=10)
+        self._empty = empty
+        self._base_url = run.settings.base_url
         self._where = {"entity": run.entity, "project": run.project, "run": run.id}
         self._next = int(run.starting_step) or int(run.step)  # in a run of the user's there may be rows before ours
         self.seen = Arrived()
 
     def first(self) -> Arrived:
         """What the run held when it was resumed. Rows are looked for backwards: they are in the order of their seq."""
+        if self._empty:
+            return self.seen
         stop, rows = self._next, -1
         while stop > 0 and rows < 0:
             start = max(0, stop - PAGE)
@@ -91,6 +94,13 @@ class OnlineReader:
             if not rows and int(answer.get("historyLineCount") or 0) > self._next + PAGE:
                 self._next += PAGE  # so many rows that are not ours
                 more = True
+
+    @cached_property
+    def _api(self) -> Any:
+        """The SDK's. Importing it and its greeting of the server take a third of a second: not before it is needed."""
+        import wandb
+
+        return wandb.Api(overrides={"base_url": self._base_url}, timeout=10)
 
     def _page(self, first: int, last: int) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The run's facts, and `_step` and seq of its rows with first <= `_step` <= last: all of them, not a sample."""

@@ -6,6 +6,7 @@ artifacts wait in a thread, and another reads back from the server what has arri
 
 from __future__ import annotations
 
+import importlib
 import os
 import queue
 import subprocess
@@ -47,6 +48,7 @@ REPORT_SECONDS = 40.0
 """What a report may take: less than what a run has for its end."""
 
 Mode: TypeAlias = Literal["online", "offline"]
+Resume: TypeAlias = Literal["allow", "never"]
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,14 @@ class Client:
 
         self._wandb = wandb
         self._target = target
+        if self._alone:
+            self._prepare()
         if self._run is None:
             self._run = self._init(target)
         online = not self._run.offline
         self._reader: OnlineReader | OfflineReader
         if online:
-            self._reader = OnlineReader(self._run, target.keys)
+            self._reader = OnlineReader(self._run, target.keys, empty=self._own and not self._run.resumed)
         else:
             self._reader = OfflineReader(Path(self._run.dir).parent.parent, self._run.id, target.keys)
         for name in (target.keys.seq, ATTEMPT):
@@ -154,25 +158,43 @@ class Client:
         place = self._run.url if online else str(Path(self._run.dir).parent)
         return Opened(online, place, self._run.id, arrived, _family())
 
+    def _prepare(self) -> None:
+        """What the SDK would do one after the other, in a process that is ours: start its service and sleep, import its API
+        (which reading back needs as well). And it would import pandas, to see that a page of ours is no table."""
+        util: Any = importlib.import_module("wandb.util")
+        if hasattr(util, "pd_available"):
+            util.pd_available = False
+        threading.Thread(target=self._wandb.setup, name="service", daemon=True).start()
+        importlib.import_module("wandb.apis.public")
+
     def _init(self, target: Target) -> Any:
+        """In a process of ours a run that was never opened is opened as one that must not be there; only where one is, it is
+        asked whose that is. (The service keeps the id of a run that was not opened, and this one can be ended.)"""
+        if target.new and self._alone:
+            try:
+                return self._begin(target, "never")
+            except self._wandb.errors.UsageError as error:
+                if _about_the_key(error, target):
+                    raise
+            self._wandb.teardown()
         unknown: Exception | None = None
         try:
             if target.new and target.mode != "offline" and self._taken(target):
                 target = replace(target, run_id=f"{target.run_id}-{int(target.created)}")
         except self._wandb.errors.Error as error:  # no key, no server: `init` says it better
             unknown = error
-        run = self._begin(target)
+        run = self._begin(target, "allow")
         if unknown is not None and not run.offline:
             raise unknown
         return run
 
-    def _begin(self, target: Target) -> Any:
+    def _begin(self, target: Target, resume: Resume) -> Any:
         try:
-            return self._start(target, target.mode or "online")
+            return self._start(target, target.mode or "online", resume)
         except self._wandb.errors.UsageError as error:
-            if target.mode is not None or "api" not in str(error).lower():
+            if target.mode is not None or not _about_the_key(error, target):
                 raise
-            return self._start(target, "offline")
+            return self._start(target, "offline", resume)
 
     def _taken(self, target: Target) -> bool:
         """Whether another recording has this id there: its directory was deleted, or is on another machine."""
@@ -180,7 +202,7 @@ class Client:
         api = self._wandb.Api(overrides=overrides, timeout=10)
         return taken(api, target.entity, target.project, target.run_id, target.created)
 
-    def _start(self, target: Target, mode: Mode) -> Any:
+    def _start(self, target: Target, mode: Mode, resume: Resume) -> Any:
         settings = {
             "console": "off", "disable_code": True, "disable_git": True, "save_code": False, "disable_job_creation": True,
             "x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True, "x_save_requirements": False,
@@ -200,7 +222,7 @@ class Client:
             id=target.run_id,
             name=target.name,
             group=target.group,
-            resume="allow",
+            resume="allow" if mode == "offline" else resume,
             settings=self._wandb.Settings(**{key: value for key, value in settings.items() if key in known}),
         )
 
@@ -271,7 +293,7 @@ class Client:
             if killed:
                 self._run.tags = (*(self._run.tags or ()), KILLED)
             self._run.finish(exit_code=exit_code)
-        self._wake.set()
+        self.settle()
 
     def leave(self) -> None:
         """Stop our threads. A run of ours in the user's process is closed as well, within `FINISH_SECONDS`."""
@@ -370,6 +392,11 @@ class Client:
                 print(f"reading back: {type(error).__name__}: {error}", flush=True)
             moved = replace(self._reader.seen, answers=before.answers) != before
             idle = 0.0 if moved or self._hurry.is_set() else min(2 * idle + poll, 8 * poll)
+
+
+def _about_the_key(error: Exception, target: Target) -> bool:
+    """Whether `init` refuses because no key is configured; the other thing that it refuses is a run's id."""
+    return "api" in str(error).replace(target.run_id, "").lower()
 
 
 def _family() -> list[int]:

@@ -109,6 +109,7 @@ def _environment(folder: Path) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in FORGET}
     # Offline artifacts are staged in the data directory; in the home folder they would be lost when the run moves.
     env |= {"WANDB_DATA_DIR": str(folder / "data"), "WANDB_CACHE_DIR": str(folder / "cache"), "WANDB_SILENT": "true"}
+    env["PYTHONSAFEPATH"] = "1"  # the folder we are in may hold a queue.py
     env.setdefault("WANDB_ERROR_REPORTING", "false")
     env.setdefault("WANDB_HTTP_TIMEOUT", "10")
     for name, text in _GO.items():
