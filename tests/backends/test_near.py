@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from wandb_kit import QuickConfig
 
+from tests.wandb_server import KEY
+from trackbridge import shipper
+from trackbridge.backends.wandb import WandbConfig
 from trackbridge.backends.wandb_file import RecordedRun, load
 from trackbridge.names import SEQ, STEP
 
@@ -29,7 +33,7 @@ def steps(run, many=20):
 """
 
 
-def script(folder: Path, text: str, sdk: str = "wandb", **environment: str) -> str:
+def script(folder: Path, text: str, sdk: str = "wandb", code: int = 0, **environment: str) -> str:
     # not from an environment in which a test has set things for its own client
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "MLFLOW"))}
     env |= {"WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", **environment}
@@ -37,7 +41,7 @@ def script(folder: Path, text: str, sdk: str = "wandb", **environment: str) -> s
         [sys.executable, "-c", BEGIN.format(sdk=sdk) + text], cwd=folder, env=env, capture_output=True, text=True, timeout=150,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -109,8 +113,6 @@ print(wandb.run, theirs.id)
 
 
 def test_joined_online(tmp_path: Path, wandb_server: WandbServer) -> None:
-    from tests.wandb_server import KEY
-
     script(
         tmp_path,
         """
@@ -154,8 +156,6 @@ def both_arrived(history: list[dict[str, Any]]) -> None:
 
 
 def test_two_recordings_in_one_run_are_told_apart(tmp_path: Path, wandb_server: WandbServer) -> None:
-    from tests.wandb_server import KEY
-
     (tmp_path / "a.txt").write_text("hello")
     begin = 'theirs = wandb.init(project="their-project", id="theirs", settings=wandb.Settings('
     script(tmp_path, f'{begin}mode="offline", x_transaction_log_flush_interval=0.2))\n{TWO}')
@@ -167,6 +167,74 @@ def test_two_recordings_in_one_run_are_told_apart(tmp_path: Path, wandb_server: 
         tmp_path, f"{begin}x_file_stream_transmit_interval=1))\n{TWO}", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY
     )  # fmt: skip
     both_arrived(wandb_server.run("their-project", "theirs").history())
+
+
+DIES = """
+import os, signal
+from trackbridge.journal import JournalReader
+from trackbridge.records import Row
+run = trackbridge.init(backend="wandb", join=True, id="ours", config={"lr": 7, "width": 3}, tags=["ours"])
+steps(run)
+reader, found = JournalReader(run.dir / "rank-0000" / "rows"), 0
+while found < 20:
+    found += sum(isinstance(record, Row) for record in reader.read())
+%s
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def died(folder: Path, begin: str, theirs: str, **environment: str) -> WandbConfig:
+    """A training that joined a run of the user's, which `theirs` ended, and was killed. Returns what served it."""
+    script(folder, begin + DIES % theirs, code=-9, **environment)
+    saved = json.loads((folder / "runs" / "ours" / "run.json").read_text())["backends"][0]
+    return QuickConfig.model_validate(saved)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_sync_of_a_joined_run_leaves_it_ended_as_it_was(tmp_path: Path, wandb_server: WandbServer, code: int) -> None:
+    """Ours was killed; theirs ended as they ended it, with their config and tags."""
+    begin = 'theirs = wandb.init(project="their-project", id="theirs", config={"lr": 5}, tags=["mine"])\n'
+    config = died(
+        tmp_path, begin, f"theirs.finish(exit_code={code})", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY,
+    )  # fmt: skip
+    theirs = wandb_server.run("their-project", "theirs")
+    state = theirs.state
+    report = shipper.sync(tmp_path / "runs" / "ours", [config.model_copy(update={"base_url": wandb_server.url})], timeout=60)
+    assert report.complete and report.killed, report
+    assert ours(theirs.history()) == list(range(20))
+    assert (theirs.state, state) == ("failed" if code else "finished",) * 2
+    assert theirs.tags == ["mine"]
+    assert (theirs.settings()["lr"], theirs.settings()["width"]) == (5, 3)
+    assert "trackbridge/created" not in theirs.settings()
+
+
+def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: WandbServer) -> None:
+    """Two processes that write to one run of W&B overwrite each other's rows. One that is gone is crashed there some minutes
+    later, and stays so."""
+    begin = 'theirs = wandb.init(project="their-project", id="theirs")\n'
+    config = died(tmp_path, begin, "theirs.log({'mine': 1.0})", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
+    config = config.model_copy(update={"base_url": wandb_server.url})
+    theirs = wandb_server.run("their-project", "theirs")
+    report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=6)
+    assert not report.complete
+    assert "has not ended there" in (report.backends[0].last_error or "")
+    theirs.state = "crashed"
+    report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
+    assert report.complete, report
+    assert ours(theirs.history()) == list(range(20))
+    assert theirs.exit_code is None
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_sync_of_a_run_joined_offline(tmp_path: Path, code: int) -> None:
+    begin = 'theirs = wandb.init(mode="offline", project="their-project", id="theirs", config={"lr": 5})\n'
+    config = died(tmp_path, begin, f"theirs.finish(exit_code={code})")
+    report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
+    assert report.complete, report
+    first, second = load(tmp_path / "wandb"), load(tmp_path / "runs" / "ours" / "wandb")
+    assert sorted(ours([*first.history, *second.history])) == list(range(20))
+    assert (first.exit_code, second.exit_code) == (code, code)
+    assert "lr" not in second.config and not second.tags
 
 
 def test_in_a_thread_the_run_object_is_there_and_the_global_run_is_left_alone(tmp_path: Path) -> None:

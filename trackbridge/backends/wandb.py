@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,6 +165,8 @@ class WandbBackend:
         self._told: set[str] = set()
         self._end: RunEnd | None = None
         self._deadline = math.inf
+        self._met = False
+        self._left_with: int | None = None
         arrived = self._connect()
         self._told.update(arrived.anomalies)
         return min(arrived.rows, arrived.floor)
@@ -196,17 +198,32 @@ class WandbBackend:
 
     def _finish(self) -> None:
         """Ask for everything to be sent, and for the run to be marked if this is its end."""
-        if self._end is None:
+        code = self._exit_code()
+        if self._end is None and code is None:
             self._call("settle")
-        else:
+            return
+        if self._end is not None:
             for record in list(self._facts.values()):
                 if isinstance(record, Anomaly):
                     self._alert(record)  # a run that has ended takes no alert
             self._facts[self._end.seq] = self._end
             self._given = max(self._given, self._end.seq)
-            code = {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
-            self._call("finish", code, self._end.status == "killed", self._floor(), timeout=self._left() - 1.0)
-            self._moved = self._clock()
+        killed = self._config.joined is None and self._end is not None and self._end.status == "killed"
+        self._call("finish", code, killed, self._floor(), timeout=self._left() - 1.0)
+        self._moved = self._clock()
+        if self._config.joined is not None and code is not None:
+            noted = _noted(self._info)
+            write_atomic(_note(self._info), dumps({**noted, "ended": None}).encode())
+
+    def _exit_code(self) -> int | None:
+        """With what the run ends now; None: not at all. A run of the user's ends as it had ended before we took it up again."""
+        ours = None if self._end is None else {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
+        if self._config.joined is None:
+            return ours
+        if self._config.in_process:
+            return None
+        # An offline file without an end is a failed run to `wandb sync`; where theirs has none, ours says how it ended.
+        return ours if self._left_with is None and not self._online else self._left_with
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
@@ -231,6 +248,9 @@ class WandbBackend:
             created=run.created,
             new=not (noted.get("url") or config.joined),
             keys=self._keys,
+            own=config.joined is None,
+            theirs=noted.get("theirs"),
+            again=self._met,
         )
         self._drop()
         self._process = self._client(run)
@@ -251,8 +271,20 @@ class WandbBackend:
         self._arrived = opened.arrived
         self._answers, self._moved = 0, self._clock()
         note = {"url": opened.place if opened.online else None, "id": opened.run_id}
+        if config.joined is not None:
+            note |= self._theirs(noted, opened)
         write_atomic(_note(run), dumps(note).encode())
+        self._met = True
         return opened.arrived
+
+    def _theirs(self, noted: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
+        """What to remember of a run of the user's: where its offline files are, and, while we have it open in a process of
+        ours, how it had ended: a later life of ours ends it so, should this one be cut short."""
+        if self._config.in_process:
+            return {} if opened.online else {"theirs": str(Path(opened.place).parent)}
+        if not self._met:
+            self._left_with = noted.get("ended") if opened.ended is None else opened.ended
+        return {"theirs": noted.get("theirs"), "ended": self._left_with}
 
     def _client(self, run: RunInfo) -> Process | wandb_near.Local:
         if self._config.in_process:

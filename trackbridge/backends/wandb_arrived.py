@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,18 +29,32 @@ query TrackbridgeReadBack($entity: String!, $project: String!, $run: String!, $s
 
 OWNER = """
 query TrackbridgeOwner($entity: String!, $project: String!, $run: String!) {
-  project(name: $project, entityName: $entity) { run(name: $run) { config } }
+  project(name: $project, entityName: $entity) { run(name: $run) { config state } }
 }
 """
 
 
+RUNNING = ("running", "pending")
+EXIT_CODES = {"finished": 0, "failed": 1, "killed": 255}
+"""What gives a run one of these states again. W&B calls one that it has not heard of for minutes crashed."""
+
+
+def state_of(api: Any, entity: str | None, project: str, run_id: str) -> str:
+    """The state of a run on the server; empty where there is no such run."""
+    return str(_owner(api, entity, project, run_id).get("state") or "")
+
+
 def taken(api: Any, entity: str | None, project: str, run_id: str, created: float) -> bool:
     """Whether the server has, under this id, a run of another recording than the one that began at `created`."""
-    where = {"entity": entity or api.default_entity, "project": project, "run": run_id}
-    answer = api._service_api.execute_graphql(OWNER, where, timeout=15)
-    held = (answer.get("project") or {}).get("run") or {}
+    held = _owner(api, entity, project, run_id)
     noted = json.loads(held.get("config") or "{}").get(CREATED) or {}
     return "value" in noted and float(noted["value"]) != created
+
+
+def _owner(api: Any, entity: str | None, project: str, run_id: str) -> dict[str, Any]:
+    where = {"entity": entity or api.default_entity, "project": project, "run": run_id}
+    answer = api._service_api.execute_graphql(OWNER, where, timeout=15)
+    return (answer.get("project") or {}).get("run") or {}
 
 
 @dataclass(frozen=True)
@@ -120,21 +135,21 @@ class OnlineReader:
             floor=int(summary.get(self._keys.floor, -1)),
             params=int(params.get("value", -1)),
             anomalies=self._keys.anomalies(summary),
-            ended=run.get("state", "running") not in ("running", "pending"),
+            ended=run.get("state", "running") not in RUNNING,
             answers=self.seen.answers + 1,
         )
 
 
 class OfflineReader:
-    """Reads what is in the run files. Synchronises them to the disk before it says so.
+    """Reads what is in the run files in `folders`, oldest first. Synchronises the newest to the disk before it says so.
 
     Of a row's hundreds of values only its seq is looked at, of the summary only our own keys: reading back must not cost more
     than writing.
     """
 
-    def __init__(self, folder: Path, run_id: str, keys: Keys) -> None:
+    def __init__(self, folders: Sequence[Path], run_id: str, keys: Keys) -> None:
         self._keys = keys
-        self._files = [RunFile(path) for path in run_files(folder, run_id)]
+        self._files = [RunFile(path) for folder in folders for path in run_files(folder, run_id)]
         self._run = RecordedRun()  # what is neither a row nor the summary
         self._summary: dict[str, Any] = {}
         self._rows = -1
@@ -165,6 +180,15 @@ class OfflineReader:
                 os.fsync(handle.fileno())
         self.seen = seen
         return seen
+
+    @property
+    def exit_code(self) -> int | None:
+        """With which the run ended, as far as it was read."""
+        return self._run.exit_code
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._run.config
 
     def _take(self, data: bytes, file: RunFile) -> None:
         kind = kind_of(data)

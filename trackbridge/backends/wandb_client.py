@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from trackbridge.backends import exhibits, folders, wandb_history, wandb_views
-from trackbridge.backends.wandb_arrived import Arrived, OfflineReader, OnlineReader, taken
+from trackbridge.backends.wandb_arrived import EXIT_CODES, RUNNING, Arrived, OfflineReader, OnlineReader, state_of, taken
 from trackbridge.backends.wandb_fetch import KIND
 from trackbridge.backends.wandb_log import Log
 from trackbridge.backends.wandb_rows import CREATED, HistoryRow, Keys
@@ -48,7 +48,7 @@ REPORT_SECONDS = 40.0
 """What a report may take: less than what a run has for its end."""
 
 Mode: TypeAlias = Literal["online", "offline"]
-Resume: TypeAlias = Literal["allow", "never"]
+Resume: TypeAlias = Literal["allow", "never", "must"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Pace:
 class Target:
     """The run to open. `mode` None: online if wandb finds a key, else offline. `name` None: as the run is called there. `new`:
     it was never opened, so that its id may be another run's there, whose recording began at another time than `created`.
-    `report`: make the report of the first anomaly when its capsule has arrived."""
+    `report`: make the report of the first anomaly when its capsule has arrived. `own`: the run is ours, to configure and to
+    end; else it is the user's, which is written into. Where that is not open in this process, `theirs` is the folder of its
+    offline files, if they are known, and `again` says that we are the ones that have it open."""
 
     folder: str
     project: str
@@ -85,27 +87,31 @@ class Target:
     companion_of: str | None = None
     created: float = 0.0
     new: bool = False
+    own: bool = True
+    theirs: str | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
 class Opened:
     """`place` is the run's URL or its offline folder; `run_id` its id there; `arrived` what the tracker holds from earlier
-    lives."""
+    lives. `ended`: the exit code with which a run of the user's had ended, None if it had not or that is not known."""
 
     online: bool
     place: str
     run_id: str
     arrived: Arrived
     pids: list[int]
+    ended: int | None = None
 
 
 class Client:
-    """`own`: the run is ours, to configure and to end. `run`: the user's, which is written into. `process`: this process is
-    there for nothing else."""
+    """`run`: the user's, open in this process, which is written into. `process`: this process is there for nothing else."""
 
-    def __init__(self, *, own: bool = True, run: Any = None, process: bool = False) -> None:
+    def __init__(self, *, run: Any = None, process: bool = False) -> None:
         self._run: Any = run
-        self._own = own
+        self._own = run is None
+        self._theirs: OfflineReader | None = None  # what the user recorded offline, before us
         self._alone = process
         self._over = threading.Event()
         self._ended = False
@@ -127,16 +133,20 @@ class Client:
 
         self._wandb = wandb
         self._target = target
+        self._own = target.own
         if self._alone:
             self._prepare()
+        ended = None
         if self._run is None:
+            ended = None if self._own else self._ended_with(target)
             self._run = self._init(target)
         online = not self._run.offline
         self._reader: OnlineReader | OfflineReader
         if online:
             self._reader = OnlineReader(self._run, target.keys, empty=self._own and not self._run.resumed)
         else:
-            self._reader = OfflineReader(Path(self._run.dir).parent.parent, self._run.id, target.keys)
+            folders = [*([Path(target.theirs)] if target.theirs and self._theirs else []), Path(self._run.dir).parent.parent]
+            self._reader = OfflineReader(folders, self._run.id, target.keys)
         for name in (target.keys.seq, ATTEMPT):
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
@@ -156,7 +166,7 @@ class Client:
         if online:
             threading.Thread(target=self._poll, name="read-back", daemon=True).start()
         place = self._run.url if online else str(Path(self._run.dir).parent)
-        return Opened(online, place, self._run.id, arrived, _family())
+        return Opened(online, place, self._run.id, arrived, _family(), ended)
 
     def _prepare(self) -> None:
         """What the SDK would do one after the other, in a process that is ours: start its service and sleep, import its API
@@ -170,6 +180,8 @@ class Client:
     def _init(self, target: Target) -> Any:
         """In a process of ours a run that was never opened is opened as one that must not be there; only where one is, it is
         asked whose that is. (The service keeps the id of a run that was not opened, and this one can be ended.)"""
+        if not target.own:
+            return self._begin(target, "must")
         if target.new and self._alone:
             try:
                 return self._begin(target, "never")
@@ -188,6 +200,19 @@ class Client:
             raise unknown
         return run
 
+    def _ended_with(self, target: Target) -> int | None:
+        """How a run of the user's that is not open here ended. Raises `RuntimeError` while it goes on: two processes that write
+        to one run overwrite each other's rows."""
+        if target.mode == "offline":
+            if target.theirs is not None and Path(target.theirs).is_dir():
+                self._theirs = OfflineReader([Path(target.theirs)], target.run_id, target.keys)
+                self._theirs.read()
+            return None if self._theirs is None else self._theirs.exit_code
+        state = state_of(self._api(target), target.entity, target.project, target.run_id)
+        if state in RUNNING and not target.again:
+            raise RuntimeError(f"the run {target.run_id} that this one was written into has not ended there")
+        return EXIT_CODES.get(state)
+
     def _begin(self, target: Target, resume: Resume) -> Any:
         try:
             return self._start(target, target.mode or "online", resume)
@@ -198,9 +223,11 @@ class Client:
 
     def _taken(self, target: Target) -> bool:
         """Whether another recording has this id there: its directory was deleted, or is on another machine."""
+        return taken(self._api(target), target.entity, target.project, target.run_id, target.created)
+
+    def _api(self, target: Target) -> Any:
         overrides = {} if target.base_url is None else {"base_url": target.base_url}
-        api = self._wandb.Api(overrides=overrides, timeout=10)
-        return taken(api, target.entity, target.project, target.run_id, target.created)
+        return self._wandb.Api(overrides=overrides, timeout=10)
 
     def _start(self, target: Target, mode: Mode, resume: Resume) -> Any:
         settings = {
@@ -235,7 +262,7 @@ class Client:
 
     def params(self, seq: int, values: dict[str, Any]) -> None:
         if not self._own:  # what the user's own config says stands
-            theirs = set(self._run.config.keys())
+            theirs = {*self._run.config.keys(), *(self._theirs.config if self._theirs else ())}
             values = {key: value for key, value in values.items() if key.startswith("trackbridge/") or key not in theirs}
         self._run.config.update({**values, self._target.keys.params: seq}, allow_val_change=True)
         self._wake.set()
@@ -281,14 +308,15 @@ class Client:
         self._hurry.set()
         self._wake.set()
 
-    def finish(self, exit_code: int, killed: bool, floor: int) -> None:
+    def finish(self, exit_code: int | None, killed: bool, floor: int) -> None:
+        """`exit_code` None: the run is the user's and goes on."""
         self._uploads.join()
         if self._report is not None:
             self._report.join(REPORT_SECONDS)
         self._show_views()
         self._run.summary[self._target.keys.floor] = floor
-        if not self._own:
-            self._ended = True  # for us; their run goes on
+        if exit_code is None:
+            self._ended = True
         else:
             if killed:
                 self._run.tags = (*(self._run.tags or ()), KILLED)

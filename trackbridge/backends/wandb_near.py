@@ -71,7 +71,7 @@ class Local:
 
     def __init__(self, run: Any = None) -> None:
         """`run`: the user's own, which is written into; else `open` makes one that leaves ``wandb.run`` alone."""
-        self._client = Client(own=run is None, run=run)
+        self._client = Client(run=run)
 
     @property
     def native(self) -> Any:
