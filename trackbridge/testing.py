@@ -152,6 +152,9 @@ class BackendContract:
     infinity: ClassVar[Literal["kept", "clamped"]] = "kept"
     """How the tracker keeps infinities: as they are, or as the largest finite number of their sign."""
 
+    signed_zero: ClassVar[bool] = False
+    """Whether the tracker keeps the sign of -0.0. Where it does not, the sign is not compared."""
+
     has_params: ClassVar[bool] = True
     wide: ClassVar[int] = 2500
     """Values in the widest row that is tried."""
@@ -201,7 +204,8 @@ class BackendContract:
         missing = wanted.keys() - got.keys()
         assert not missing, f"series lost: {sorted(missing)[:5]}"
         for name, points in wanted.items():
-            assert _same(sorted(got[name]), sorted(points)), f"{name!r}: got {got[name][:20]}, wanted {points[:20]}"
+            same = _same(sorted(got[name]), sorted(points), self.signed_zero)
+            assert same, f"{name!r}: got {got[name][:20]}, wanted {points[:20]}"
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunInfo:
@@ -361,19 +365,20 @@ class BackendContract:
             assert any("odd key" in name for name in found)
 
 
-def _same(got: Sequence[tuple[int, float]], wanted: Sequence[tuple[int, float]]) -> bool:
-    """Equal steps and values, NaN equal to NaN, the sign of zero not compared."""
+def _same(got: Sequence[tuple[int, float]], wanted: Sequence[tuple[int, float]], signed_zero: bool) -> bool:
+    """Equal steps and values, NaN equal to NaN."""
     if [step for step, _ in got] != [step for step, _ in wanted]:
         return False
     by_step: dict[int, list[float]] = {}
     for step, number in wanted:
         by_step.setdefault(step, []).append(number)
-    return all(_take(by_step[step], number) for step, number in got)
+    return all(_take(by_step[step], number, signed_zero) for step, number in got)
 
 
-def _take(numbers: list[float], number: float) -> bool:
+def _take(numbers: list[float], number: float, signed_zero: bool) -> bool:
     for index, other in enumerate(numbers):
-        if number == other or (math.isnan(number) and math.isnan(other)):
+        equal = number == other and (not signed_zero or math.copysign(1.0, number) == math.copysign(1.0, other))
+        if equal or (math.isnan(number) and math.isnan(other)):
             del numbers[index]
             return True
     return False

@@ -15,6 +15,7 @@ from trackbridge.testing import BackendContract, ReadBack, newest, run_info
 
 
 class Jsonl(BackendContract):
+    signed_zero = True
     breakage: Any = None
 
     def config(self, tmp_path: Path) -> JsonlConfig:

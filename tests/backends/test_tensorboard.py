@@ -85,6 +85,7 @@ def read_back(root: Path) -> ReadBack:
 
 class TestTensorboard(BackendContract):
     number = np.float32
+    signed_zero = True
 
     def config(self, tmp_path: Path) -> TensorboardConfig:
         return TensorboardConfig()

@@ -12,6 +12,8 @@ from trackbridge.testing import BackendContract, ReadBack
 
 
 class TestWandbOffline(BackendContract):
+    signed_zero = True
+
     def config(self, tmp_path: Path) -> QuickConfig:
         return QuickConfig(mode="offline")
 

@@ -276,7 +276,15 @@ def item_key(item: Any) -> str:
 
 
 def _values(items: Iterable[Any]) -> dict[str, Any]:
-    return {item_key(item): _number(json.loads(item.value_json)) for item in items}
+    return {item_key(item): _number(_decode(item.value_json)) for item in items}
+
+
+def _whole(text: str) -> int | float:
+    """W&B writes -0.0 as ``-0``."""
+    return -0.0 if text == "-0" else int(text)
+
+
+_decode = json.JSONDecoder(parse_int=_whole).decode
 
 
 def _number(value: Any) -> Any:
