@@ -17,9 +17,9 @@ from wandb_kit import QuickConfig
 
 from tests.wandb_server import KEY
 from trackbridge import shipper
-from trackbridge.backends.wandb import WandbConfig
 from trackbridge.backends.wandb_file import RecordedRun, load
 from trackbridge.names import SEQ, STEP
+from trackbridge.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from tests.wandb_server import WandbServer
@@ -183,7 +183,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def died(folder: Path, begin: str, theirs: str, **environment: str) -> WandbConfig:
+def died(folder: Path, begin: str, theirs: str, **environment: str) -> QuickConfig:
     """A training that joined a run of the user's, which `theirs` ended, and was killed. Returns what served it."""
     script(folder, begin + DIES % theirs, code=-9, **environment)
     saved = json.loads((folder / "runs" / "ours" / "run.json").read_text())["backends"][0]
@@ -206,6 +206,21 @@ def test_sync_of_a_joined_run_leaves_it_ended_as_it_was(tmp_path: Path, wandb_se
     assert theirs.tags == ["mine"]
     assert (theirs.settings()["lr"], theirs.settings()["width"]) == (5, 3)
     assert "trackbridge/created" not in theirs.settings()
+
+
+def test_a_sync_that_was_cut_short_does_not_leave_a_joined_run_crashed(tmp_path: Path, wandb_server: WandbServer) -> None:
+    begin = 'theirs = wandb.init(project="their-project", id="theirs")\n'
+    config = died(tmp_path, begin, "theirs.finish()", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
+    config = config.model_copy(update={"base_url": wandb_server.url})
+    theirs = wandb_server.run("their-project", "theirs")
+    cut = config.build()
+    cut.open(RunDirectory(tmp_path / "runs" / "ours").info())
+    cut._drop()
+    theirs.state = "crashed"  # as W&B has it after some minutes
+    report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
+    assert report.complete, report
+    assert ours(theirs.history()) == list(range(20))
+    assert theirs.state == "finished"
 
 
 def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: WandbServer) -> None:
