@@ -66,7 +66,7 @@ print("pandas" in sys.modules, flush=True)
 
 
 def test_a_page_is_shown_without_pandas(tmp_path: Path) -> None:
-    """The SDK imports it to see whether a value is a table: most of a second and 60 MB for each run."""
+    """The SDK imports it to see whether a value is a table: a quarter to half a second of CPU and 70 MB for each run."""
     pytest.importorskip("pandas")
     shown = tmp_path / "views"
     shown.mkdir()
