@@ -168,7 +168,7 @@ class DetectionConfig(Section):
     """Anomaly detection. Defaults were chosen on real curves, cross-validated by family: see docs/detection.md."""
 
     enabled: bool = Field(True, description="look for anomalies at all")
-    threshold: float = Field(4.5, gt=0, description="robust sigmas above the expected loss that make a spike")
+    threshold: float = Field(4.505, gt=0, description="robust sigmas above the expected loss that make a spike")
     grad_threshold: float = Field(8.0, gt=0, description="the same for the global gradient norm")
     grad_least: float = Field(4.0, ge=1, description="times its usual value that make a spike of the global gradient norm")
     layer_threshold: float = Field(6.0, gt=0, description="the same for per-layer series, which only explain")

@@ -104,8 +104,8 @@ class Lean(SeriesState):
         moving = bool(np.count_nonzero(self.on))
         if moving:
             rest &= ~self.on
-        np.copyto(self.since, step + 1, where=rest)
-        np.copyto(self.then, loss, where=rest)
+        np.putmask(self.since, rest, step + 1)
+        np.putmask(self.then, rest, loss)
         self._spread(z, gate, young, moving)
         return starting if begun else None
 
