@@ -206,7 +206,7 @@ def trained(folder: Path, *, steps: int, costs: dict[range, float], **options: o
     quiet = {"recorder": {"enabled": False}, "perf": {"flops_per_token": 1.0}}  # counting FLOPs may run the hook on a copy
     run = trackbridge.init(dir=folder, **quiet, **options)  # type: ignore[arg-type]
     clock = Clock()
-    run._expense = Expense(clock)
+    run._expense = run._steps._expense = Expense(clock)
     run._pace._clock._now = clock
     run.watch(model, optimizer)
     cost = 0.0

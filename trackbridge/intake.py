@@ -1,11 +1,13 @@
-"""The way in for batches: feeds, and loops that fetch by themselves, on to the recorder and the pace of one run."""
+"""The way in for integrations: batches of feeds and of loops that fetch by themselves, on to the recorder and the pace of one
+run; and what a framework says of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trackbridge import redact
 from trackbridge.batches import Feed, Fetch, LoaderBook, Observer
 from trackbridge.errors import Part, UsageError
 from trackbridge.pace import Pace
@@ -22,7 +24,15 @@ class Intake:
     `book` numbers the loaders and their epochs, `plans` are the skip plans that were given.
     """
 
-    def __init__(self, recorder: Recorder | None, pace: Pace, part: Part, rank: int, inert: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        pace: Pace,
+        part: Part,
+        rank: int,
+        inert: Callable[[], bool],
+        submit_facts: Callable[[str, Mapping[str, Any]], None],
+    ) -> None:
         self.book = LoaderBook()
         self.plans: list[SkipPlan] = []
         self._recorder = recorder
@@ -30,6 +40,13 @@ class Intake:
         self._part = part
         self._rank = rank
         self._inert = inert
+        self._submit_facts = submit_facts
+
+    def facts(self, section: str, facts: Mapping[str, Any]) -> None:
+        """What a framework says of the run, for the tracker's config panel: a section of its own beside the user's config.
+        Values under secret-sounding names are redacted."""
+        if not self._inert():
+            self._submit_facts(section, redact.tree(dict(facts)))
 
     def feed(
         self,

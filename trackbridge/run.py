@@ -1,4 +1,7 @@
-"""`init` and `Run`: the composition root. The only module that knows both ends.
+"""`init` and `Run`: what the user holds, and the composition root. The only module that knows both ends.
+
+How a run is opened is in `trackbridge.opening`, what a step becomes in `trackbridge.steps`, what works beside training in
+`trackbridge.assembly`.
 
 Everything a `Run` does on the training thread is bounded and free of host synchronisation; what takes longer is handed to the
 scribe, and the copying of artifacts to a thread of its own. Errors that the user can cause are raised on the first call; a
@@ -21,38 +24,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge import attempts, hostcopy, names, process, provenance, redact
+from trackbridge import assembly, hostcopy, names, process, provenance, redact
 from trackbridge.backends.base import BackendConfig
-from trackbridge.backends.resolve import resolve
 from trackbridge.batches import Feed
 from trackbridge.config import TrackbridgeConfig
 from trackbridge.delivery import Delivery, FinishReport
-from trackbridge.detectors.prime import primed
-from trackbridge.errors import ConfigError, Part, TrackbridgeError, UsageError
+from trackbridge.errors import Part, TrackbridgeError, UsageError
 from trackbridge.flops.meter import Meter
-from trackbridge.guard import HELD, Guard
+from trackbridge.guard import Guard
+from trackbridge.handover import Logged
 from trackbridge.intake import Intake
-from trackbridge.journal import JournalWriter
 from trackbridge.keep import Keeper
 from trackbridge.memory import MemorySnapshots
-from trackbridge.merging import merging
 from trackbridge.misuse import Misuse
+from trackbridge.opening import opened
 from trackbridge.overhead import Expense, economy
 from trackbridge.own import OwnScalars
 from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
-from trackbridge.ranks import Ranks, any_rank
+from trackbridge.ranks import any_rank
 from trackbridge.recorder import Recorder
-from trackbridge.records import Anomaly, Params, RunEnd, RunInfo, RunStatus
-from trackbridge.retention import Retainer
-from trackbridge.rowmaker import RowMaker
+from trackbridge.records import Anomaly, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scalars import count, losses, of_samples, scalar, whole
-from trackbridge.scribe import Logged, Scribe
-from trackbridge.sealer import sealing
-from trackbridge.shipping.cursor import first_free_seq
 from trackbridge.skip import SkipPlan, never_came
+from trackbridge.steps import Steps
 from trackbridge.watched import AutoStep, check, device_of, hyperparameters, named
 
 T = TypeVar("T")
@@ -100,40 +97,8 @@ def init(
         "resume": resume, "tags": tags, "group": group, "join": join,
     }  # fmt: skip
     merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
-    backends = [*resolve(merged.backend), *_alerts(merged)]
-    ranks = Ranks.current()
-    if ranks.leader:
-        backends = _met(backends, join=merged.join)
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a mapping of your hyperparameters, not {type(config).__name__}; try vars(config)")
-    directory, info = attempts.begin(merged, ranks, backends, config or {})
-    secretive = {backend.kind: backend for backend in _alerts(merged)}  # run.json does not know the addresses
-    known = [secretive.get(one.kind, one) for one in resolve(directory.read().backends)] if ranks.leader else []
-    served = [one for one in known if one.lacking() is None]
-    for backend_config in backends if ranks.leader else ():
-        backend_config.introduce(info)
+    directory, info, served = opened(merged, config)
     return Run(merged, directory, info, served, dict(config or {}))
-
-
-def _alerts(settings: TrackbridgeConfig) -> list[BackendConfig]:
-    """The backend that sends alerts, if there is somebody to send them to. Raises `ConfigError` for what is no address."""
-    alerts = settings.alerts
-    if not alerts.urls:
-        return []
-    from trackbridge.backends.alerts import AlertsConfig
-
-    given = {name: getattr(alerts, name) for name in ("severity", "cooldown", "per_hour")}
-    config = AlertsConfig(**given)
-    config.check()
-    return [config.to([url.get_secret_value() for url in alerts.urls])]
-
-
-def _met(backends: Sequence[BackendConfig], *, join: bool) -> list[BackendConfig]:
-    """`backends` in view of runs that the user has open. Raises `ConfigError` when there is none to join."""
-    met = [backend.met(join=join) for backend in backends]
-    if join and met == list(backends):
-        raise ConfigError("join=True, but no W&B or MLflow run is open in this process: start yours before trackbridge.init")
-    return met
 
 
 class Run:
@@ -142,7 +107,7 @@ class Run:
     Attributes:
         id: the run's id. dir: its directory. urls: how to look at it, by backend kind.
         guard: acts on the step under way where you ask it to (`trackbridge.guard.Guard`).
-        intake: where an integration feeds batches (`trackbridge.intake.Intake`).
+        intake: where an integration feeds batches and says what its framework knows (`trackbridge.intake.Intake`).
     """
 
     def __init__(
@@ -157,86 +122,54 @@ class Run:
         self._settings = settings
         self._directory = directory
         self._info = info
-        self._step = info.start_step
-        self._pace = Pace(steps=settings.perf.steps)
-        self._expense = Expense()
-        self._economy = None if settings.max_overhead is None else economy(info, settings.max_overhead)
-        strict, timer = settings.strict, self._expense
-        self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
-        self._part = Part("the run", strict=strict, timer=timer)
         self._watching = False
-        misuse = Misuse()
-        self._using = {method: misuse.of() for method in ("micro", "log", "log_artifact", "checkpoint_saved")}
-        self._using_step = misuse.of()
-        self._own = OwnScalars()
-        self._went_back = False
         self._ended = False
-        self._rows_dropped = 0
-        self._calls = 0
         self._models: dict[str, nn.Module] = {}
         self._auto: AutoStep | None = None
         self._report: FinishReport | None = None
+        self._own = OwnScalars()
+        misuse = Misuse()
+        self._using = {method: misuse.of() for method in ("micro", "log", "log_artifact", "checkpoint_saved")}
+        self._using_step = misuse.of()
 
-        journal = settings.journal
-        self._retainer = Retainer(directory, info.rank, journal)
-        rows = JournalWriter(
-            directory.rows(info.rank),
-            segment_bytes=min(journal.segment_bytes, journal.budget_bytes // 16),
-            on_closed=self._retainer.closed,
-            fsync_seconds=journal.fsync_seconds,
-            floor=first_free_seq(directory) if info.rank == 0 else 0,  # a tracker may know more than a disk that lost power
-        )
-        contexts = JournalWriter(
-            directory.contexts(info.rank),
-            segment_bytes=min(journal.segment_bytes, settings.recorder.context_bytes // 8),
-            fsync_seconds=journal.fsync_seconds,
-            ring_bytes=settings.recorder.context_bytes,
-        )
+        strict = settings.strict
+        self._expense = timer = Expense()
+        self._economy = None if settings.max_overhead is None else economy(info, settings.max_overhead)
+        self._part = Part("the run", strict=strict, timer=timer)
+        self._pace = Pace(steps=settings.perf.steps)
+        self._meter = Meter(settings.perf, lambda: self._pace.paused, Part("MFU", strict=strict, timer=timer))
+        self._host = HostSampler()
         self._instruments = Instruments(
             settings.parameters, settings.activations, slots=settings.slots, strict=strict, timer=timer
         )
-        self._recorder = (
-            Recorder(
-                settings.recorder,
-                directory,
-                info.rank,
-                attempt=info.attempt,
-                strict=strict,
-                timer=timer,
-            )
-            if settings.recorder.enabled
-            else None
-        )
-        feeding = Part("batch recording", strict=strict, timer=timer)
-        self.intake = Intake(self._recorder, self._pace, feeding, info.rank, self._inert)
-        self._guarded: dict[str, float] = {}  # what the guard says of the step under way
-        self.guard = Guard(settings.guard, settings.detection, self._note_guard)
-        self._host = HostSampler()
-        recorder = self._recorder
-        maker = RowMaker(info.attempt)
-        self._scribe = Scribe(
-            rows=rows,
-            contexts=contexts,
+        self._recorder = None
+        if settings.recorder.enabled:
+            self._recorder = Recorder(settings.recorder, directory, info.rank, attempt=info.attempt, strict=strict, timer=timer)
+
+        self._scribe = assembly.scribe(settings, directory, info, self._instruments, self._recorder)
+        self._anomalies = self._scribe.anomalies
+        self._queue = self._scribe.queue
+        self._queue.submit_facts("config", redact.tree(dict(config)))
+        self._steps = Steps(
+            info.start_step,
+            scribe=self._scribe,
             instruments=self._instruments,
-            recorder=recorder,
-            watch=(
-                primed(settings.detection, directory.rows(info.rank), info.attempt, info.start_step, strict=settings.strict)
-                if settings.detection.enabled
-                else None
-            ),
-            directory=directory,
-            attempt=info.attempt,
-            maker=maker,
-            merging=merging(info, settings.ranks, maker, strict=settings.strict),
-            seal=(lambda scribe: sealing(scribe, directory, info, settings.recorder, recorder, contexts)) if recorder else None,
-            world_size=info.world_size,
-            strict=settings.strict,
+            recorder=self._recorder,
+            pace=self._pace,
+            meter=self._meter,
+            host=self._host,
+            expense=self._expense,
+            economy=self._economy,
+            inert=self._inert,
         )
-        self._keeper = Keeper(directory, self._scribe.submit)
-        part = Part("memory snapshots", strict=strict)
-        self._memory = MemorySnapshots(settings.memory, directory, info.rank, self._scribe.submit, part)
+        self.guard = Guard(settings.guard, settings.detection, self._steps.guarded)
+        feeding = Part("batch recording", strict=strict, timer=timer)
+        self.intake = Intake(self._recorder, self._pace, feeding, info.rank, self._inert, self._queue.submit_facts)
+        self._keeper = Keeper(directory, self._queue.submit)
+        self._memory = MemorySnapshots(
+            settings.memory, directory, info.rank, self._queue.submit, Part("memory snapshots", strict=strict)
+        )
         self._memory.start()
-        self._scribe.submit(Params(-1, time.time(), {"config": redact.tree(dict(config))}))
         self._delivery = Delivery(directory, info, backends, in_process=settings.shipping == "thread")
         atexit.register(self._at_exit)
 
@@ -258,7 +191,7 @@ class Run:
     @property
     def anomalies(self) -> list[Anomaly]:
         """Every anomaly of this attempt so far, each in its newest version, in order of detection."""
-        return sorted(self._scribe.latest.values(), key=lambda anomaly: anomaly.step)
+        return sorted(self._anomalies.latest.values(), key=lambda anomaly: anomaly.step)
 
     def native(self, backend: str, timeout: float = 30.0) -> Any:
         """The tracker SDK's own run object (``"wandb"``: a `wandb.Run`; ``"mlflow"``: a `mlflow.entities.Run`), where the
@@ -329,11 +262,11 @@ class Run:
             part = Part("auto_step", strict=self._settings.strict, timer=self._expense)
             self._auto = AutoStep(self._auto_step, models, optimizers, part)
         if not self._watching:
-            self._scribe.submit(Params(-1, time.time(), {"provenance": self._write_provenance()}))
+            self._queue.submit_facts("provenance", self._write_provenance())
             self._pace.begin()
         self._watching = True
         with Part("describing what is watched", strict=self._settings.strict):
-            self._scribe.submit(Params(-1, time.time(), {"training": hyperparameters(models, optimizers)}))
+            self._queue.submit_facts("training", hyperparameters(models, optimizers))
 
     def batches(self, loader: Iterable[T], *, skip: SkipPlan | str | Path | None = None, epoch: int | None = None) -> Feed[T]:
         """Iterate over `loader`, noting for each batch what a replay needs: number, ids, RNG state, fetch time.
@@ -420,7 +353,7 @@ class Run:
             return []
         given: dict[str, Tensor | float] = {}
         consumed: tuple[float | None, float | None, float | None] = (None, None, None)
-        number = self._step
+        number = self._steps.number
         used = self._using_step
         with used:  # each on its own: what is wrong is left out, the rest is kept
             given = losses(loss)
@@ -434,79 +367,10 @@ class Run:
                 number = whole("step", step)
         used.accepted = True
         with self._part:
-            self._close_step(number, given, *consumed, skipped, batch, batch_index, sample_ids)
-        news = self._scribe.news()
+            self._steps.close(number, given, *consumed, skipped, batch, batch_index, sample_ids)
+        news = self._anomalies.news()
         self._memory.note(number, news, squeezed=self._host.squeezed)
         return news
-
-    def _close_step(
-        self,
-        number: int,
-        given: Mapping[str, Tensor | float],
-        tokens: float | None,
-        samples: float | None,
-        padded: float | None,
-        skipped: bool | None,
-        batch: Any,
-        batch_index: int | None,
-        sample_ids: Sequence[int | str] | None,
-    ) -> None:
-        if number < self._step and not self._went_back:
-            self._went_back = True
-            logger.warning(
-                "trackbridge: step %d came after step %d; of a step that was closed twice the later row is shown. After a "
-                "rollback this is right; else pass growing numbers to run.step(step=...)",
-                number,
-                self._step - 1,
-            )
-        host: dict[str, float] = {}
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                self._instruments.set(name, value)
-            else:
-                host[name] = value
-        if skipped:
-            self._instruments.skipped()
-        if self._guarded:
-            host.update(self._guarded)
-            self._guarded = {}
-        host.update(self._instruments.lr())
-        pace = self._pace
-        host.update(pace.close(tokens, samples, number, padded))
-        seconds = host["perf/step_s"]
-        self._instruments.spent(seconds, host.get("perf/fetch_s", 0.0))
-        host.update(self._spent(number, seconds))
-        host.update(self._meter.close(seconds, pace.consumed_tokens, steady=pace.steady))
-        if (convention := self._meter.convention()) is not None:
-            self._scribe.submit(Params(-1, time.time(), {"perf": convention}))
-        host.update(self._host.sample(number))
-        context = None
-        if self._recorder is not None:
-            context = self._recorder.close_step(number, batch=batch, batch_index=batch_index, sample_ids=sample_ids)
-        if self._rows_dropped:
-            host["trackbridge/rows_dropped"] = float(self._rows_dropped)
-        if self._retainer.thinned:
-            host["trackbridge/rows_thinned"] = float(self._retainer.thinned)
-        host.update(self._scribe.counts)
-        slot = self._instruments.close(number)
-        if slot is None:
-            self._rows_dropped += 1
-            self._scribe.contexts_dropped += context is not None
-        else:
-            self._scribe.submit_step(number, time.time(), slot, host, context, call=self._calls, tokens=pace.consumed_tokens)
-        self._calls += 1
-        self._step = number + 1
-
-    def _spent(self, step: int, seconds: float) -> dict[str, float]:
-        """What of the step was ours; and less of it from now on, where it is more than `max_overhead`."""
-        share = self._expense.close(step, seconds)
-        if not self._pace.steady:  # the first step, or a compiler's
-            return {}
-        found = {"trackbridge/overhead_share": share}
-        if self._economy is not None:
-            self._instruments.rarer(factor := self._economy.close(self._calls, share, seconds))
-            found["trackbridge/thinning"] = float(factor)
-        return found
 
     def clip_grad_norm_(
         self,
@@ -563,12 +427,12 @@ class Run:
             return
         if not isinstance(values, Mapping):
             raise UsageError(f"log takes a mapping of names to scalars, not {type(values).__name__}")
-        at = max(self._step - 1, 0)
+        at = max(self._steps.number - 1, 0)
         with self._using["log"] as used:
             at = at if step is None else whole("step", step)
         series, numbers, tensors = self._own.read(values, used)
         with self._part:
-            self._scribe.submit(Logged(at, time.time(), series, numbers, hostcopy.copy(tensors)))
+            self._queue.submit(Logged(at, time.time(), series, numbers, hostcopy.copy(tensors)))
         used.accepted = True
 
     def log_artifact(self, path: str | Path, *, kind: str = "file", name: str | None = None) -> None:
@@ -580,13 +444,13 @@ class Run:
         if self._inert():
             return
         with self._using["log_artifact"] as used:
-            self._keeper.keep(Path(path), kind=kind, name=name, step=max(self._step - 1, 0))
+            self._keeper.keep(Path(path), kind=kind, name=name, step=max(self._steps.number - 1, 0))
             used.accepted = True
 
     def memory_snapshot(self, why: str = "asked for") -> bool:
         """Have a snapshot of the CUDA allocator written as an artifact, on another thread. False where there is none to be had:
         no CUDA, or none left of ``memory={"snapshots": N}``."""
-        return not self._inert() and self._memory.ask(max(self._step - 1, 0), why, again=True)
+        return not self._inert() and self._memory.ask(max(self._steps.number - 1, 0), why, again=True)
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell the record that a checkpoint of the state after `step` steps is at `path`: a place on disk, or an address with
@@ -604,7 +468,7 @@ class Run:
                 raise UsageError(f"run.checkpoint_saved takes a path and a number of steps: {error}") from None
             if steps < 0:
                 raise UsageError(f"run.checkpoint_saved: a checkpoint has 0 steps or more in it, not {steps}")
-            self._scribe.submit(Params(-1, time.time(), {"checkpoint": {"path": place, "step": steps}}))
+            self._queue.submit_facts("checkpoint", {"path": place, "step": steps})
             used.accepted = True
 
     # your own checkpoint
@@ -614,24 +478,23 @@ class Run:
         return {
             "run_id": self.id,
             "attempt": self._info.attempt,
-            "step": self._step,
+            "step": self._steps.number,
             "tokens": self._pace.tokens,
             "epochs": self.intake.book.state(),
             "guard": self.guard.state_dict(),
-            "watch": self._scribe.ask(self._scribe.watch_state),
+            "watch": self._scribe.watch_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: step number, token count and the detectors' baselines. Raises `UsageError` if it is not one."""
         if "step" not in state:
             raise UsageError("this is not a state that run.state_dict() made: it has no 'step'")
-        self._step = whole("step", state["step"])
+        self._steps.number = whole("step", state["step"])
         self._pace.tokens = float(state.get("tokens", 0.0))
         self.intake.book.resume(state.get("epochs", ()))
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
-        watch, step = state.get("watch"), self._step
-        self._scribe.ask(lambda: self._scribe.resume_watch(watch, step))
+        self._scribe.resume_watch(state.get("watch"), self._steps.number)
 
     # the end
 
@@ -653,7 +516,6 @@ class Run:
             kept = self._keeper.wait(max(deadline - time.monotonic(), 0.1))
             kept = self._memory.close(max(deadline - time.monotonic(), 0.1)) and kept
             closed = self._scribe.close(end, timeout=max(deadline - time.monotonic(), 0.1)) and kept
-        self._retainer.closed()
         with Part("detaching from the model", strict=self._settings.strict):
             self._detach()
         with Part("waiting for delivery", strict=self._settings.strict):
@@ -663,7 +525,7 @@ class Run:
             except TrackbridgeError as error_now:
                 logger.error("trackbridge: %s", error_now)
                 closed = False
-        lost = self._rows_dropped + int(sum(self._scribe.losses.values()))
+        lost = self._steps.rows_dropped + int(sum(self._scribe.losses.values()))
         self._report = FinishReport(unshipped, closed, self.dir, lost, refused)
         if not self._report:
             logger.warning("%s", self._report)
@@ -702,21 +564,10 @@ class Run:
 
     # helpers on the training thread
 
-    def _note_guard(self, name: str, value: Tensor | float) -> None:
-        """What the guard says of the step under way, for its row."""
-        if self._inert():
-            return
-        if isinstance(value, Tensor):
-            self._instruments.set(name, value)
-            return
-        self._guarded[name] = value
-        if name == HELD and value:
-            self._instruments.skipped()
-
     def _out_of_memory(self, error: BaseException | None) -> None:
         """The run ends because there was no memory: a snapshot of what held it, and of what asked for it, if that is wanted."""
         if isinstance(error, torch.cuda.OutOfMemoryError) and not self._inert():
-            self._memory.ask(self._step, "out of memory")
+            self._memory.ask(self._steps.number, "out of memory")
 
     def _inert(self) -> bool:
         """True after `finish`, and in a forked child (a DataLoader worker), where this run must do nothing."""

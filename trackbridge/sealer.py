@@ -359,7 +359,7 @@ class Follower:
 
 
 class Telling(Protocol):
-    """What a sealer tells the scribe."""
+    """What a sealer tells of its capsules, to whoever tells the anomalies."""
 
     def sealed(self, anomaly: Anomaly, error: str | None) -> None: ...
     def gave_up(self, path: str, anomaly: Anomaly, why: str) -> None: ...

@@ -298,12 +298,12 @@ def test_the_tracker_takes_a_run_of_the_users_and_leaves_it_open(tmp_path: Path)
     fresh()
     with trackbridge.init(dir=tmp_path, strict=True) as run:
         accelerator = Accelerator(cpu=True, log_with=trackbridge.accelerate.Tracker(run))
-        accelerator.init_trackers("project", config={"lr": 0.1})
+        accelerator.init_trackers("project", config={"lr": 0.1, "api_key": "not for a journal"})
         accelerator.end_training()
         run.log({"mine": 1.0})
         assert accelerator.get_tracker("trackbridge", unwrap=True) is run
     journal = JournalReader(RunDirectory(run.dir).rows(0)).read()
-    assert {"accelerate": {"lr": 0.1}} in [one.values for one in journal if isinstance(one, Params)]
+    assert {"accelerate": {"lr": 0.1, "api_key": "[redacted]"}} in [one.values for one in journal if isinstance(one, Params)]
     assert "mine" in trackbridge.load(run.dir).names
 
 

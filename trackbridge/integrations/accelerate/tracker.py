@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 
-from trackbridge import names, redact
+from trackbridge import names
 from trackbridge.errors import UsageError
 from trackbridge.integrations.given import Given, log
 from trackbridge.ranks import Ranks
-from trackbridge.records import Params
 from trackbridge.run import Run
 
 
@@ -53,7 +51,7 @@ class Tracker(GeneralTracker):  # type: ignore[misc]
             self._config = dict(values)
             _ = self.tracker
         else:
-            self._run._scribe.submit(Params(-1, time.time(), {"accelerate": redact.tree(dict(values))}))
+            self._run.intake.facts("accelerate", values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """`run.log` of the numbers in `values`; what is none is said and left out."""
