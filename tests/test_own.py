@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from trackbridge import names
 from trackbridge.errors import UsageError
 from trackbridge.misuse import Misuse, Use
 from trackbridge.own import MOST, OwnScalars
+
+
+class Word(str, Enum):
+    A = "a"
+
 
 NUMBERS = st.one_of(
     st.floats(allow_nan=False),
@@ -80,6 +86,8 @@ def test_keys_that_are_equal_but_read_otherwise() -> None:
     assert read(own, {1: 1.0}) == {"1": 1.0}
     assert read(own, {True: 1.0}) == {"True": 1.0}
     assert read(own, {1.0: 1.0}) == {"1.0": 1.0}
+    assert read(own, {"a": 1.0}) == {"a": 1.0}
+    assert read(own, {Word.A: 1.0}) == {"Word.A": 1.0}
 
 
 def test_names_that_differ_at_every_call_are_not_kept_for_ever() -> None:
@@ -91,4 +99,4 @@ def test_names_that_differ_at_every_call_are_not_kept_for_ever() -> None:
 
 def test_every_series_of_the_catalogue_is_described() -> None:
     for metric in names.CATALOGUE:
-        assert names.describe(metric.name.replace("<", "x").replace(">", "y")) is not None, metric.name
+        assert names.describe(metric.name.replace("<", "x").replace(">", "y")) is metric

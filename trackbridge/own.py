@@ -26,7 +26,7 @@ class OwnScalars:
         """Series of numbers on the host, these numbers, and 0-d tensors on a device by series. What `used` says no to is left
         out; raises `UsageError` where it does."""
         given = tuple(values)
-        known = self._series.get(given)
+        known = self._series.get(given) if set(map(type, given)) <= {str} else None  # others may be equal to a str
         if known is not None and set(map(type, values.values())) <= {float}:
             return known, list(values.values()), {}
         found: dict[str, Tensor | float] = {}
@@ -37,7 +37,7 @@ class OwnScalars:
                 if isinstance(read, Tensor) and read.device.type == "cpu":
                     read = float(read.item())
                 found[series] = read
-        if known is None and len(found) == len(given) and all(type(name) is str for name in given):
+        if known is None and len(found) == len(given) and set(map(type, given)) <= {str}:
             if len(self._series) >= MOST:
                 self._series.clear()
             self._series[given] = tuple(found)

@@ -6,7 +6,7 @@ Per series, in its unit of judgement (`units`), with ``u = (x - expected) / scal
     slope     = (1 - 1 / n) * (slope + b * scale * psi)    straight in log time: loss curves flatten as they age
     calm     += slope + d * scale * psi_calm     a slower level, steadier where the series is stationary
     expected  = calm + slope, but no further than `calm_band` sigmas from level + slope
-    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))    psi of a young loss is of u less its mean
+    scale    *= sqrt(1 + g * (psi^2 / E[psi^2] - 1))    psi of a young loss or global norm is of u less its mean
     steady       the same, slower; the scale in use is steady, but no further than `steady_band` from scale
     tail     += h * ((min(|u|, 3.5) - 2)+ / 2 - tail)      mean excess over two sigmas; Gaussian noise has 0.0083
 
@@ -138,6 +138,7 @@ class BandDetector(SeriesState):
         "slow": 0.0, "seen": 0, "run": 0, "still": 0, "onset": 0, "last_out": -1, "rest": 0, "drift_onset": 0, "hot": False,
         "signed": False,
     }  # fmt: skip
+    LATER = frozenset({"bias"})
     level: FloatArray
     slope: FloatArray
     calm: FloatArray

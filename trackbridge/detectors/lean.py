@@ -37,6 +37,7 @@ class Lean(SeriesState):
     FIRST: ClassVar[dict[str, float | int | bool]] = {
         "base": 0.0, "lean": 0.0, "center": 0.0, "spread": 0.0, "anchor": 0.0, "since": 0, "then": 0.0, "on": False,
     }  # fmt: skip
+    LATER = frozenset({"then"})
     base: FloatArray
     lean: FloatArray
     center: FloatArray

@@ -10,9 +10,10 @@ import numpy as np
 
 class SeriesState:
     """Base of the detectors. A subclass names its arrays and their first values in `FIRST`; each becomes an attribute of
-    shape (n,), of the first value's type, one element per bound series."""
+    shape (n,), of the first value's type, one element per bound series. Those in `LATER` a state of an older version lacks."""
 
     FIRST: ClassVar[dict[str, float | int | bool]]
+    LATER: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self.series: tuple[str, ...] = ()
@@ -43,10 +44,10 @@ class SeriesState:
         return {"series": list(self.series), **{name: getattr(self, name).tolist() for name in self.FIRST}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state`, whatever the order of its series. Series that are not bound yet are kept until they are."""
+        """Take over `state`, whatever the order of its series. Series that are not bound yet are kept until they are. Raises
+        `KeyError` where something is missing."""
         bound = self.series or tuple(state["series"])
-        self._saved = {
-            one: {name: state[name][i] for name in self.FIRST if name in state} for i, one in enumerate(state["series"])
-        }
+        known = [name for name in self.FIRST if name in state or name not in self.LATER]
+        self._saved = {one: {name: state[name][i] for name in known} for i, one in enumerate(state["series"])}
         self.series = ()
         self.bind(bound)

@@ -16,7 +16,7 @@ from trackbridge.detectors.base import BoolArray, FloatArray, IntArray
 
 _FACTORS = ("norm", "norm_clipped", "_ratio", "grad_max", "/rms", "/std", "/max")
 _ADDITIVE = 0.05  # noise up to this share of the level counts as additive, whatever it is: its skew is too small to matter
-_SKEW = 0.2  # no more is taken for skew: a value several times anything before is a spike in the noisiest loss
+_SKEW = 0.2  # of a loss whose noise is smaller than half of itself no more is taken for skew
 _EXPONENTIAL = 0.4  # skew of noise as large as the level: exponential values pass 4.5 about as rarely as Gaussian ones
 _MOST = 1e100  # larger values count as this, so that squares stay finite
 _LEAST = 1e-30  # a gradient of exactly zero is this far down, not minus infinity
@@ -84,12 +84,13 @@ class Units:
         self, u: FloatArray, scale: FloatArray, expected: FloatArray, factor: FloatArray, signed: BoolArray
     ) -> FloatArray:
         """`u` sigmas above expectation as a series with noise in proportion to itself means them: at most
-        ``factor * log(1 + r u) / r``, r being the scale as a share of the level beyond `_ADDITIVE`, at most `_SKEW`. Such noise
-        has a long upper side, which is no spike. `factor` is what the bar is raised by for a heavy tail, which is the same long
-        side seen another way: a value must be beyond the raised bar as it is, and beyond the plain bar by factors.
+        ``factor * log(1 + r u) / r``. r is the scale as a share of the level, beyond `_ADDITIVE` and at most `_SKEW`; or
+        `_EXPONENTIAL` of that share (at most 1), where it is more. Such noise has a long upper side, which is no spike.
+        `factor` is what the bar is raised by for a heavy tail, which is the same long side seen another way: a value must be
+        beyond the raised bar as it is, and beyond the plain bar by factors.
 
         A small loss is of that kind; one that was ever zero or negative (`signed`) is not, nor what is judged on its logarithm,
-        nor one whose expectation fell below its own scale: a loss that falls steeply, which tells nothing of its noise."""
+        nor one that is expected to be negative."""
         at = self._plain_at
         if not at.size:
             return u

@@ -17,6 +17,7 @@ from trackbridge.detectors.monitors import Foreign, Level, Look, Regime, Sign, m
 from trackbridge.detectors.periodic import Periods
 from trackbridge.detectors.plan import Plan, followed
 from trackbridge.detectors.units import is_global_gradient, is_loss
+from trackbridge.detectors.witness import Witness
 from trackbridge.records import Anomaly, Row, Schema, StepContext
 
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
@@ -25,7 +26,6 @@ _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _PLANS = 512  # schemas remembered
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
-_SURE = 5.5  # sigmas of a loss that need no second witness
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
@@ -42,6 +42,7 @@ class Watch:
         self._plans: dict[int, Plan] = {}
         self._open: dict[str, Episode] = {}
         self._periods = Periods()
+        self._witness = Witness(self.settings)
         self._groups: dict[str, Anomaly] = {}
         self._skipped = -1.0
         self._told_skips: set[int] = set()
@@ -237,7 +238,7 @@ class Watch:
     # -- excursions and drifts -------------------------------------------------------------------------------------
 
     def _begin(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
-        heads = [v for v in verdicts if self._is_head[v.index] and v.kind != "shift" and not self._awaits(v, row, verdicts)]
+        heads = [v for v in verdicts if self._is_head[v.index] and v.kind != "shift" and self._says_enough(v, row, verdicts)]
         new: dict[str, Verdict] = {}
         for v in sorted(heads, key=lambda v: (not is_loss(self._name(v)), -v.score)):
             sudden = v.kind != "drift" or v.step - v.onset <= _SUDDEN
@@ -249,21 +250,17 @@ class Watch:
             out += self._open_episode(row, key, v, verdicts)
         return out
 
-    def _awaits(self, v: Verdict, row: Row, verdicts: list[Verdict]) -> bool:
-        """True for a value that says too little alone; a second one in the same excursion tells it. A loss just beyond its bar
-        needs another witness, where there is one: the gradient norm of the same step, as far out either way. A gradient norm
-        needs the loss, where clipping left no more of it than a usual norm may be."""
-        first = self.detector.run[v.index] == 1
+    def _says_enough(self, v: Verdict, row: Row, verdicts: list[Verdict]) -> bool:
+        """False for a value that needs another witness, see `witness`."""
         if v.kind != "spike":
-            return False
-        plan = self._plans[id(row.schema)]
-        if is_loss(self._name(v)):
-            return bool(first) and v.score < _SURE and self._usual_gradient(plan)
-        most = self.settings.grad_least * v.expected
+            return True
+        name, first, plan = self._name(v), bool(self.detector.run[v.index] == 1), self._plans[id(row.schema)]
+        if is_loss(name):
+            return self._witness.enough_loss(name, v, first=first, usual=self._usual_gradient(plan))
+        if any(is_loss(self._name(w)) for w in verdicts):
+            return True
         whole, clipped = (float(row.values[i]) if i >= 0 else math.nan for i in plan.clipping)
-        kept = clipped < whole and clipped <= most
-        alone = not any(is_loss(self._name(w)) for w in verdicts)
-        return alone and ((bool(first) and kept) or v.value <= most)
+        return self._witness.enough_norm(name, v, first=first, whole=whole, clipped=clipped)
 
     def _usual_gradient(self, plan: Plan) -> bool:
         """The global gradient norm of this step is known, and in no way unusual."""
@@ -330,6 +327,8 @@ class Watch:
                 attempt=row.attempt, time=row.time, notes=self._notes(row.step),
             )  # fmt: skip
             episode = self._open[key] = Episode(anomaly)
+        if (held := self._witness.held(self._name(v), v.onset)) is not None:
+            episode.worse(held[2], held[3], held[1])
         episode.join(self._precursors(v.onset))
         episode.join((self._name(w), w.onset, w.index) for w in verdicts)
         fresh = episode.refreshed()
@@ -438,6 +437,7 @@ class Watch:
             "resumed": self._resumed,
             "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
             "rested": self._rested,
+            "waiting": self._witness.state_dict(),
             "latest": self._latest.state() if self._latest is not None else None,
         }
 
@@ -448,6 +448,7 @@ class Watch:
         self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._rested = state.get("rested", -1)
+        self._witness.load_state_dict(state.get("waiting", {}))
         latest = state.get("latest")
         self._latest = Episode.restore(latest) if latest else None
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version
