@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes.launch import launch
 
@@ -101,7 +102,7 @@ class Cells:
             launch(add_all, grid_for(x), arguments, (CELLS, COLUMNS, ROWS), warps=WARPS)
 
     def trace(self, x: Tensor, slab: Tensor, site: int, gate: int) -> None:
-        """`add` as an operation of a graph, one of `graph_kernels`."""
+        """`add` as an operation of a graph."""
         if self.takes(x):
             torch.ops.trackbridge.channels_triton(x, self.cells, self.widths, slab, site, gate)
 
@@ -112,6 +113,16 @@ class Cells:
         """The kurtosis of each site to ``slab[offset + site]``, 0 where there is none; cells are emptied."""
         constants = CELLS, COLUMNS, PROGRAMS, 16, 256
         launch(_collect, (len(self.cells), 1, 1), (self.cells, self.widths, slab[offset:]), constants, warps=WARPS)
+
+
+@triton_op("trackbridge::channels_triton", mutates_args={"cells", "widths"})
+def channels_graph(x: Tensor, cells: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int) -> None:
+    """Add the squares of `x`, shape (tokens, channels), to `site` if ``slab[gate]`` is set."""
+    x = x.contiguous()
+    wrap_triton(add_all)[grid_for(x)](
+        x, cells, widths, slab, x.shape[0], x.shape[1], site, gate,
+        CELLS=CELLS, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def grid_for(x: Tensor) -> tuple[int, int, int]:

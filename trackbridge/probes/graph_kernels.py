@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes import channel_kernels
-from trackbridge.probes.channel_kernels import CELLS, COLUMNS, add_all, add_block, grid_for
+from trackbridge.probes.channel_kernels import CELLS, COLUMNS, add_block, grid_for
 from trackbridge.probes.observe_kernels import FIELDS, ROWS, WARPS, merge_rows, observe_all, programs_for
 
 if TYPE_CHECKING:
@@ -62,16 +62,6 @@ def observe_graph(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) 
     wrap_triton(observe_all)[(programs_for(y, cells),)](
         y, cells, slab, y.numel(), site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
     )
-
-
-@triton_op("trackbridge::channels_triton", mutates_args={"channels", "widths"})
-def channels_graph(x: Tensor, channels: Tensor, widths: Tensor, slab: Tensor, site: int, gate: int) -> None:
-    """Add the squares of `x`, shape (tokens, channels), to `site` if ``slab[gate]`` is set."""
-    x = x.contiguous()
-    wrap_triton(add_all)[grid_for(x)](
-        x, channels, widths, slab, x.shape[0], x.shape[1], site, gate,
-        CELLS=CELLS, COLUMNS=COLUMNS, ROWS=channel_kernels.ROWS, num_warps=channel_kernels.WARPS,
-    )  # fmt: skip
 
 
 @triton_op("trackbridge::rows_triton", mutates_args={"cells"})
