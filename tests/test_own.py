@@ -100,3 +100,43 @@ def test_names_that_differ_at_every_call_are_not_kept_for_ever() -> None:
 def test_every_series_of_the_catalogue_is_described() -> None:
     for metric in names.CATALOGUE:
         assert names.describe(metric.name.replace("<", "x").replace(">", "y")) is metric
+
+
+class Turning(dict[str, float]):
+    """Iterates one way once and the other way afterwards."""
+
+    def __iter__(self) -> Any:
+        self.asked = not getattr(self, "asked", False)
+        return iter(["a", "b"] if self.asked else ["b", "a"])
+
+    def keys(self) -> Any:
+        return list(iter(self))
+
+
+def test_a_mapping_that_changes_while_it_is_read_puts_no_number_under_another_name() -> None:
+    own = OwnScalars()
+    for number in (float, int):
+        for _ in range(4):
+            assert read(own, Turning(a=number(1), b=number(2))) == {"a": 1.0, "b": 2.0}
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise OSError("no name")
+
+
+@pytest.mark.parametrize(
+    "values", [{Hostile(): 1.0}, {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}]
+)
+def test_what_raises_when_looked_at_is_left_out(values: dict[Any, Any]) -> None:
+    own = OwnScalars()
+    with pytest.raises(UsageError):
+        own.read(values, Misuse().of())
+    assert read(own, {**values, "fine": 1.0}) == {"fine": 1.0}
+
+
+def test_a_value_in_a_mode_without_values_is_left_out() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert read(OwnScalars(), {"x": torch.ones(()), "y": 1.0}) == {"y": 1.0}

@@ -263,6 +263,15 @@ def test_logged_tensors_are_copied_at_once(tmp_path: Path) -> None:
     assert trackbridge.load(run.dir).series("total")[1].tolist() == [1.0] + [s + 1.0 for s in range(1, 50)]
 
 
+def test_values_at_a_step_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path) as run:
+        run.log({"a": 1.0}, step=3)
+        for step in (-1, 2.5, 2**60, "10"):
+            run.log({"a": 99.0}, step=step)  # type: ignore[arg-type]
+    steps, values = trackbridge.load(run.dir).series("a")
+    assert (steps.tolist(), values.tolist()) == ([3], [1.0])
+
+
 def test_no_misuse_switches_recording_off(tmp_path: Path) -> None:
     with trackbridge.init(dir=tmp_path) as run:
         run.step(loss=1.0)

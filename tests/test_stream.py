@@ -65,6 +65,13 @@ def test_wide_series_and_their_extrema(layers: Any, wide: set[str]) -> None:
     assert (out.seq, out.step, out.attempt, out.kind) == (7, 3, 2, "step")
 
 
+@pytest.mark.parametrize("layers", ["summary", "blocks", "all"])
+def test_the_users_own_series_are_sent_whatever_they_are_called(layers: Any) -> None:
+    own = Schema(("layer/3/entropy", "expert/acc", "act/mine", "router/x", "mine/x"))
+    (out,) = sent(StreamConfig(layers=layers), [row(1, 1, 1.0, 2.0, 3.0, 4.0, 5.0, schema=own, kind="log")])
+    assert {name: values(out)[name] for name in own.names} == dict(zip(own.names, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
+
+
 def test_every_series_added_is_in_the_catalogue() -> None:
     (out,) = sent(StreamConfig(), [row(0, 0, math.inf, 1.0, 4.0, 8.0, 1.0, 1.0, 2.0, 5.0, schema=WIDE)])
     assert isinstance(out, Row)

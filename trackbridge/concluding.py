@@ -111,8 +111,9 @@ class Concluder:
             return
         if state:
             try:
+                Watch(self._watch.settings).load_state_dict(state)  # what fails half way must leave ours as it is
                 self._watch.load_state_dict(state)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 logger.warning(
                     "trackbridge: the checkpoint's detector state does not fit (%s); the bands are learned anew", error
                 )

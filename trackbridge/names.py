@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 LAYER = "layer/"
@@ -239,9 +239,11 @@ def hottest(what: str, module: str, place: int) -> str:
     return f"embedding/hottest_{what}/{module}{f'/{place + 1}' if place else ''}"
 
 
+@lru_cache(maxsize=1 << 16)
 def is_wide(name: str) -> bool:
-    """True for series of layers, routers and experts, of which a large model has thousands."""
-    return name.startswith(WIDE)
+    """True for our series of layers, routers and experts, of which a large model has thousands. A series of the user's that is
+    only called like them is not one."""
+    return name.startswith(WIDE) and describe(name) is not None
 
 
 def describe(name: str) -> Metric | None:

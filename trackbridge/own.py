@@ -25,6 +25,12 @@ class OwnScalars:
     def read(self, values: Mapping[Any, Any], used: Use) -> tuple[tuple[str, ...], list[float], dict[str, Tensor]]:
         """Series of numbers on the host, these numbers, and 0-d tensors on a device by series. What `used` says no to is left
         out; raises `UsageError` where it does."""
+        try:
+            values = dict(values)  # read once: a mapping that changes meanwhile must not put numbers under other names
+        except Exception as error:
+            with used:
+                raise UsageError(f"log could not read the mapping it was given: {error}") from None
+            return (), [], {}
         given = tuple(values)
         known = self._series.get(given) if set(map(type, given)) <= {str} else None  # others may be equal to a str
         if known is not None and set(map(type, values.values())) <= {float}:
@@ -32,10 +38,15 @@ class OwnScalars:
         found: dict[str, Tensor | float] = {}
         for place, (name, value) in enumerate(values.items()):
             with used:
-                series = known[place] if known is not None else _series(str(name), found)
-                read = scalar(str(name), value)
-                if isinstance(read, Tensor) and read.device.type == "cpu":
-                    read = float(read.item())
+                try:
+                    series = known[place] if known is not None else _series(str(name), found)
+                    read = scalar(str(name), value)
+                    if isinstance(read, Tensor) and read.device.type == "cpu":
+                        read = float(read.item())
+                except UsageError:
+                    raise
+                except Exception as error:  # whatever a foreign object does, or a mode in which nothing has a value
+                    raise UsageError(f"a value of log cannot be read: {type(error).__name__}") from error
                 found[series] = read
         if known is None and len(found) == len(given) and set(map(type, given)) <= {str}:
             if len(self._series) >= MOST:

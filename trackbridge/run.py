@@ -419,7 +419,8 @@ class Run:
                 self._scribe.resume()
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int | None = None) -> None:
-        """Your own scalars, at `step` (default: the newest closed step). Tensors are copied here and read later, elsewhere.
+        """Your own scalars, at `step` (default: the newest closed step). Tensors on a device are copied here and read later,
+        elsewhere.
 
         Raises `UsageError` on the first call only, for a value that is no scalar.
         """
@@ -427,9 +428,11 @@ class Run:
             return
         if not isinstance(values, Mapping):
             raise UsageError(f"log takes a mapping of names to scalars, not {type(values).__name__}")
-        at = max(self._steps.number - 1, 0)
-        with self._using["log"] as used:
-            at = at if step is None else whole("step", step)
+        used, at = self._using["log"], None
+        with used:
+            at = max(self._steps.number - 1, 0) if step is None else whole("step", step)
+        if at is None:  # left out: values at some other step would be wrong ones
+            return
         series, numbers, tensors = self._own.read(values, used)
         with self._part:
             self._queue.submit(Logged(at, time.time(), series, numbers, hostcopy.copy(tensors)))

@@ -103,3 +103,20 @@ def test_a_noisy_loss_that_doubles_over_forty_steps_is_told() -> None:
     level = np.concatenate([np.full(160, 1.0), np.linspace(1.0, 2.05, 30), np.full(60, 2.05)])
     found = watch_all(Watch(), rows({"train/loss": level + 0.22 * random.standard_normal(250)}))
     assert found and found[0].onset >= 150
+
+
+def test_a_norm_that_never_moves_is_no_witness() -> None:
+    """What is recorded after a clip that always bites is 1 at every step."""
+    loss, _ = _quiet()
+    loss[200] = 2.25
+    for norm in (np.ones(300), np.zeros(300), np.full(300, 0.9999999)):
+        assert watch_all(Watch(), rows({"train/loss": loss, "grad/norm": norm}))
+
+
+def test_a_small_noisy_loss_three_times_up_needs_no_witness() -> None:
+    random = np.random.default_rng(0)
+    loss = np.abs(0.2 + 0.05 * random.standard_normal(300))
+    loss[200] = 0.65  # nine sigmas, which its own skew takes for five
+    norm = np.exp(0.1 * random.standard_normal(300))
+    norm[200] = 1.0
+    assert [a.onset for a in watch_all(Watch(), rows({"train/loss": loss, "grad/norm": norm}))] == [200]

@@ -25,6 +25,7 @@ _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a
 _CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _PLANS = 512  # schemas remembered
+_MOVES = 0.01  # sigmas from its expectation below which a gradient norm stands still
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
 _AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
@@ -256,17 +257,19 @@ class Watch:
             return True
         name, first, plan = self._name(v), bool(self.detector.run[v.index] == 1), self._plans[id(row.schema)]
         if is_loss(name):
-            return self._witness.enough_loss(name, v, first=first, usual=self._usual_gradient(plan))
+            far = float(self.detector.sigmas[v.index])
+            return self._witness.enough_loss(name, v, first=first, far=far, usual=self._usual_gradient(plan))
         if any(is_loss(self._name(w)) for w in verdicts):
             return True
         whole, clipped = (float(row.values[i]) if i >= 0 else math.nan for i in plan.clipping)
         return self._witness.enough_norm(name, v, first=first, whole=whole, clipped=clipped)
 
     def _usual_gradient(self, plan: Plan) -> bool:
-        """The global gradient norm of this step is known, and in no way unusual."""
+        """The global gradient norm of this step is known, and in no way unusual. One that stands still, taken after a clip
+        that always bites, says nothing."""
         d, at = self.detector, plan.witness
         known = at >= 0 and bool(self._present[at]) and int(d.seen[at]) > self.settings.warmup
-        return known and abs(float(d.sigmas[at])) < self.settings.threshold
+        return known and _MOVES < abs(float(d.sigmas[at])) < self.settings.threshold
 
     def _begin_layers(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
         """Single layers that stay out of their band while nothing else is wrong: one event of low severity for all of them.

@@ -22,9 +22,10 @@ class Witness:
         self._settings = settings
         self._held: dict[str, Held] = {}
 
-    def enough_loss(self, name: str, v: Verdict, *, first: bool, usual: bool) -> bool:
-        """Whether a loss out of its band says enough. `first`: of its excursion. `usual`: so is the gradient norm."""
-        return not first or not usual or v.score >= SURE * self._settings.threshold or self._hold(name, v)
+    def enough_loss(self, name: str, v: Verdict, *, first: bool, far: float, usual: bool) -> bool:
+        """Whether a loss out of its band says enough. `first`: of its excursion. `far`: plain sigmas above expectation.
+        `usual`: so is the gradient norm."""
+        return not first or not usual or far >= SURE * self._settings.threshold or self._hold(name, v)
 
     def enough_norm(self, name: str, v: Verdict, *, first: bool, whole: float, clipped: float) -> bool:
         """Whether a gradient norm out of its band, while the loss is in its own, says enough. `whole`, `clipped`: before and
