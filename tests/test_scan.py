@@ -85,6 +85,18 @@ def test_blanks_words_repeated_steps_and_nan(tmp_path: Path) -> None:
     assert [(a.kind, a.onset) for a in found.anomalies] == [("nonfinite", 200), ("spike", 400)]
 
 
+def test_values_that_have_no_step_of_their_own_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.csv"
+    lines = [f"{epoch},{step},{2 + 0.001 * step}" for epoch in range(3) for step in range(50)]
+    path.write_text("\n".join(["epoch,step,loss", *lines, '3,"1,000",2.0', "3,1e300,2.0"]))
+    assert len(scan(path).steps) == 50
+    (record,) = caplog.records
+    assert "of 152 values of 'loss' 2 have no step that is a number, and 100 have one that comes again" in record.getMessage()
+    caplog.clear()
+    path.write_text("\n".join(["step,loss", *[f"{step},2.0" for step in range(50)]]))
+    assert len(scan(path).steps) == 50 and not caplog.records
+
+
 def test_rows_are_counted_where_no_column_is_the_step(tmp_path: Path) -> None:
     found = scan(table(tmp_path / "log.csv", "loss", [repr(v) for v in spiked().tolist()]))
     assert found.steps.tolist() == list(range(600)) and [a.onset for a in found.anomalies] == [400]

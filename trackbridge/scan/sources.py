@@ -7,7 +7,7 @@ the later value counts. Values that are no number are left out; NaN and infiniti
 from __future__ import annotations
 
 import csv
-import math
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,9 @@ from trackbridge.errors import ReferenceNotFoundError, UsageError
 from trackbridge.plugins import require
 from trackbridge.scan.columns import step_column
 
+logger = logging.getLogger("trackbridge")
+
+MAX_STEP = 2**53  # beyond it a float is no count
 Points: TypeAlias = dict[int, float]
 FORMS = (
     "a CSV file, a TensorBoard log folder, an offline W&B run, a run folder of trackbridge, wandb:ENTITY/PROJECT/RUN_ID, "
@@ -84,11 +87,23 @@ class Table(Source):
 
     def read(self, column: str) -> Points:
         found: Points = {}
+        values = lost = 0
         for number, row in enumerate(self._rows):
             at = number if self._step is None else _number(row.get(self._step))
             value = _number(row.get(column))
-            if at is not None and value is not None and math.isfinite(at):
+            if value is None:
+                continue
+            values += 1
+            if at is not None and abs(at) < MAX_STEP:
                 found[int(at)] = value
+            else:
+                lost += 1
+        if len(found) < values:
+            logger.warning(
+                "trackbridge: of %d values of %r %d have no step that is a number, and %d have one that comes again: the later "
+                "counts. If %r begins anew with each epoch, or is no count of steps, name another column with --step",
+                values, column, lost, values - lost - len(found), self._step,
+            )  # fmt: skip
         return found
 
 
