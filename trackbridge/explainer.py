@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trackbridge import children
 from trackbridge.diagnosis.registry import RULES
 from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.rundir import RunDirectory
@@ -109,7 +109,7 @@ class Explainer:
         """Run the child, in its own session; it imports nothing from the folder we run in."""
         child = self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env={**os.environ, "PYTHONSAFEPATH": "1"},
+            start_new_session=True, env=children.environment(),
         )  # fmt: skip
         try:
             said, complaints = child.communicate(timeout=EXPLAIN_SECONDS)

@@ -9,7 +9,6 @@ Among ranks the leader decides and seals (`Sealer`); the others report to it and
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from pydantic import TypeAdapter
 
-from trackbridge import ranks
+from trackbridge import children, ranks
 from trackbridge.allowance import Allowance, Kept
 from trackbridge.config import RecorderConfig
 from trackbridge.explainer import Explainer
@@ -283,7 +282,7 @@ class Sealer:
         """Run the child. It has its own session: Ctrl-C is the trainer's; and it imports nothing from the folder we run in."""
         self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env={**os.environ, "PYTHONSAFEPATH": "1"},
+            start_new_session=True, env=children.environment(),
         )  # fmt: skip
         try:
             return self._child.communicate(timeout=SEAL_SECONDS)

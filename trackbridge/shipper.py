@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trackbridge import redact
+from trackbridge import children, redact
 from trackbridge.backends.base import BackendConfig
 from trackbridge.config import StreamConfig
 from trackbridge.errors import TrackbridgeError, UsageError
@@ -267,7 +267,7 @@ def start(
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"},  # the folder we are in may hold an mlflow.py
+            env=children.environment(environment),
         )
 
 

@@ -9,7 +9,6 @@ the shipper dies the child sees the end of the pipe and cleans up after itself.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from trackbridge import children
 
 FORGET = (
     "WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_NOTES",
@@ -106,10 +107,9 @@ _PIDS = "client.pids"
 
 def _environment(folder: Path) -> dict[str, str]:
     """What the child finds around it: ours, without what describes a run that the user started."""
-    env = {name: value for name, value in os.environ.items() if name not in FORGET}
+    env = {name: value for name, value in children.environment().items() if name not in FORGET}
     # Offline artifacts are staged in the data directory; in the home folder they would be lost when the run moves.
     env |= {"WANDB_DATA_DIR": str(folder / "data"), "WANDB_CACHE_DIR": str(folder / "cache"), "WANDB_SILENT": "true"}
-    env["PYTHONSAFEPATH"] = "1"  # the folder we are in may hold a queue.py
     env.setdefault("WANDB_ERROR_REPORTING", "false")
     env.setdefault("WANDB_HTTP_TIMEOUT", "10")
     for name, text in _GO.items():
