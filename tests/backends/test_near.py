@@ -18,11 +18,13 @@ from wandb_kit import QuickConfig
 from tests.wandb_server import KEY
 from trackbridge import shipper
 from trackbridge.backends.wandb_file import RecordedRun, load
+from trackbridge.errors import RetryLater
 from trackbridge.names import SEQ, STEP
 from trackbridge.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from tests.wandb_server import WandbServer
+    from tests.wandb_server.runs import Run
 
 BEGIN = """
 import json, random, sys
@@ -170,45 +172,66 @@ def test_two_recordings_in_one_run_are_told_apart(tmp_path: Path, wandb_server: 
 
 
 DIES = """
-import os, signal
+import os, pathlib, signal
+from trackbridge.backends.wandb_file import load
 from trackbridge.journal import JournalReader
 from trackbridge.records import Row
-run = trackbridge.init(backend="wandb", join=True, id="ours", config={"lr": 7, "width": 3}, tags=["ours"])
-steps(run)
-reader, found = JournalReader(run.dir / "rank-0000" / "rows"), 0
+run = trackbridge.init(
+    backend="wandb", join=True, id="ours", config={"lr": 7, "width": 3}, tags=["ours"], name="ours", group="ours", project="p"
+)
+here = pathlib.Path.cwd()
+(here / "elsewhere").mkdir()
+os.chdir("elsewhere")
+steps(run, 10)
+%s
+steps(run, 10)
+reader, found = JournalReader(here / "runs" / "ours" / "rank-0000" / "rows"), 0
 while found < 20:
     found += sum(isinstance(record, Row) for record in reader.read())
-%s
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+THEIRS = """
+theirs = wandb.init(
+    %s project="their-project", id="theirs", config={"lr": 5}, settings=wandb.Settings(x_transaction_log_flush_interval=0.2),
+    tags=["mine"], name="mine", group="mine", job_type="mine", notes="mine",
+)
 """
 
 
 def died(folder: Path, begin: str, theirs: str, **environment: str) -> QuickConfig:
-    """A training that joined a run of the user's, which `theirs` ended, and was killed. Returns what served it."""
+    """A training that joined a run of the user's, which `theirs` ended after ten steps, went on and was killed. Returns what
+    served it."""
     script(folder, begin + DIES % theirs, code=-9, **environment)
     saved = json.loads((folder / "runs" / "ours" / "run.json").read_text())["backends"][0]
     return QuickConfig.model_validate(saved)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_sync_of_a_joined_run_leaves_it_ended_as_it_was(tmp_path: Path, wandb_server: WandbServer, code: int) -> None:
-    """Ours was killed; theirs ended as they ended it, with their config and tags."""
-    begin = 'theirs = wandb.init(project="their-project", id="theirs", config={"lr": 5}, tags=["mine"])\n'
-    config = died(
-        tmp_path, begin, f"theirs.finish(exit_code={code})", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY,
-    )  # fmt: skip
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("killed", 255)])
+def test_sync_of_a_joined_run_leaves_it_as_it_was(tmp_path: Path, wandb_server: WandbServer, state: str, code: int) -> None:
+    """Ours was killed; theirs is ended as it had ended, with all that they said of it."""
+    config = died(tmp_path, THEIRS % "", "theirs.finish()", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
     theirs = wandb_server.run("their-project", "theirs")
-    state = theirs.state
+    theirs.state, theirs.exit_code = state, None
     report = shipper.sync(tmp_path / "runs" / "ours", [config.model_copy(update={"base_url": wandb_server.url})], timeout=60)
     assert report.complete and report.killed, report
     assert ours(theirs.history()) == list(range(20))
-    assert (theirs.state, state) == ("failed" if code else "finished",) * 2
+    assert theirs.exit_code == code
+    said_by_them(theirs)
+
+
+def said_by_them(theirs: Run) -> None:
     assert theirs.tags == ["mine"]
+    assert {theirs.display, theirs.group, theirs.job_type, theirs.notes} == {"mine"}
     assert (theirs.settings()["lr"], theirs.settings()["width"]) == (5, 3)
     assert "trackbridge/created" not in theirs.settings()
 
 
-def test_a_sync_that_was_cut_short_does_not_leave_a_joined_run_crashed(tmp_path: Path, wandb_server: WandbServer) -> None:
+@pytest.mark.parametrize(("later", "left"), [("crashed", "finished"), ("failed", "failed")])
+def test_a_sync_that_was_cut_short_does_not_leave_a_joined_run_crashed(
+    tmp_path: Path, wandb_server: WandbServer, later: str, left: str
+) -> None:
+    """W&B has it crashed after some minutes. If they resumed it meanwhile, it is left as that life ended."""
     begin = 'theirs = wandb.init(project="their-project", id="theirs")\n'
     config = died(tmp_path, begin, "theirs.finish()", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
     config = config.model_copy(update={"base_url": wandb_server.url})
@@ -216,11 +239,11 @@ def test_a_sync_that_was_cut_short_does_not_leave_a_joined_run_crashed(tmp_path:
     cut = config.build()
     cut.open(RunDirectory(tmp_path / "runs" / "ours").info())
     cut._drop()
-    theirs.state = "crashed"  # as W&B has it after some minutes
+    theirs.state = later
     report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
     assert report.complete, report
     assert ours(theirs.history()) == list(range(20))
-    assert theirs.state == "finished"
+    assert theirs.state == left
 
 
 def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: WandbServer) -> None:
@@ -233,6 +256,11 @@ def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: 
     report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=6)
     assert not report.complete
     assert "has not ended there" in (report.backends[0].last_error or "")
+    for state in ("preempting", "preempted"):  # it will be taken up again
+        theirs.state = state
+        with pytest.raises(RetryLater, match=f"has not ended there.*{state}"):
+            config.build().open(RunDirectory(tmp_path / "runs" / "ours").info())
+        assert theirs.state == state
     theirs.state = "crashed"
     report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
     assert report.complete, report
@@ -240,16 +268,45 @@ def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: 
     assert theirs.exit_code is None
 
 
+OFFLINE = THEIRS % 'mode="offline", dir="here",'
+WRITTEN = """
+while len([row for row in load(here / "here" / "wandb").history if "train/loss" in row]) < 10:
+    pass
+"""
+
+
 @pytest.mark.parametrize("code", [0, 3])
-def test_sync_of_a_run_joined_offline(tmp_path: Path, code: int) -> None:
-    begin = 'theirs = wandb.init(mode="offline", project="their-project", id="theirs", config={"lr": 5})\n'
-    config = died(tmp_path, begin, f"theirs.finish(exit_code={code})")
+def test_sync_of_a_run_joined_offline(tmp_path: Path, wandb_server: WandbServer, code: int) -> None:
+    """Rows that are in their file, which is in a folder that they named relatively, are not written again."""
+    config = died(tmp_path, OFFLINE, f"{WRITTEN}theirs.finish(exit_code={code})")
     report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
     assert report.complete, report
-    first, second = load(tmp_path / "wandb"), load(tmp_path / "runs" / "ours" / "wandb")
-    assert sorted(ours([*first.history, *second.history])) == list(range(20))
+    first, second = load(tmp_path / "here" / "wandb"), load(tmp_path / "runs" / "ours" / "wandb")
+    assert (ours(first.history), ours(second.history)) == ([*range(10)], [*range(10, 20)])
     assert (first.exit_code, second.exit_code) == (code, code)
-    assert "lr" not in second.config and not second.tags
+    assert "lr" not in second.config and not second.tags and not second.group
+    files = [str(path) for path in (*tmp_path.glob("here/wandb/offline-*"), *tmp_path.glob("runs/ours/wandb/offline-*"))]
+    env = {**os.environ, "WANDB_BASE_URL": wandb_server.url}
+    subprocess.run([sys.executable, "-m", "wandb", "sync", *files], env=env, cwd=tmp_path, check=True, capture_output=True)
+    theirs = wandb_server.run("their-project", "theirs")
+    assert ours(theirs.history()) == [*range(20)]
+    said_by_them(theirs)
+
+
+@pytest.mark.parametrize("what", ["gone", "of another version"])
+def test_sync_of_a_run_joined_offline_whose_file_cannot_be_read(tmp_path: Path, what: str) -> None:
+    """What was in it is not known, nor how it ended: what was not confirmed is in ours, which ends as our recording did."""
+    config = died(tmp_path, OFFLINE, f"{WRITTEN}theirs.finish()")
+    (file,) = (tmp_path / "here" / "wandb").glob("*run-*/run-theirs.wandb")
+    file.unlink()
+    if what != "gone":
+        file.write_bytes(b":W&B" + bytes([0xE1, 0xBE, 9]) + bytes(100))
+    report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
+    assert report.complete, report
+    second = load(tmp_path / "runs" / "ours" / "wandb")
+    steps = ours(second.history)
+    assert steps == [*range(steps[0], 20)] and steps[0] <= 10
+    assert second.exit_code == 255
 
 
 def test_in_a_thread_the_run_object_is_there_and_the_global_run_is_left_alone(tmp_path: Path) -> None:

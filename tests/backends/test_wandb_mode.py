@@ -22,9 +22,11 @@ from trackbridge.records import Params, RunInfo
 from trackbridge.testing import T0, anomaly, artifact, deliver, end, rows
 
 
+@pytest.mark.parametrize("run_id", ["run-0001", "A", "I"])
 def test_without_a_key_it_is_offline_and_says_so_once(
-    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run_id: str
 ) -> None:
+    run = replace(run, run_id=run_id)
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(Path(run.directory) / "no-netrc"))
     config = QuickConfig(base_url=wandb_server.url)
@@ -114,12 +116,13 @@ def test_the_run_is_found_as_it_was_described(wandb_server: WandbServer, connect
     assert held.display == "renamed by hand"
 
 
-@pytest.mark.parametrize("note_lost", [False, True])
+@pytest.mark.parametrize(("run_id", "note_lost"), [("run-0001", False), ("No API key", True)])
 def test_another_recording_of_the_same_id_is_another_run(
-    wandb_server: WandbServer, connect: Connect, run: RunInfo, tmp_path: Path, note_lost: bool
+    wandb_server: WandbServer, connect: Connect, run: RunInfo, tmp_path: Path, run_id: str, note_lost: bool
 ) -> None:
     """An id is used again when the run's directory was deleted, or on another machine: what the first one's run holds must not
     be taken for what the second one has delivered."""
+    run = replace(run, run_id=run_id)
     other = replace(run, directory=str(tmp_path / "elsewhere"), created=run.created + 3600.5)
     first = connect(run)
     deliver(first, rows(range(9)))

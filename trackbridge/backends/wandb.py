@@ -30,7 +30,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from trackbridge import plugins
 from trackbridge.backends import wandb_near, words
 from trackbridge.backends.base import Backend, BackendConfig
-from trackbridge.backends.wandb_arrived import Arrived
+from trackbridge.backends.wandb_arrived import EXIT_CODES, Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
 from trackbridge.backends.wandb_fetch import fetch_capsule
 from trackbridge.backends.wandb_process import ClientError, Process
@@ -217,7 +217,7 @@ class WandbBackend:
 
     def _exit_code(self) -> int | None:
         """With what the run ends now; None: not at all. A run of the user's ends as it had ended before we took it up again."""
-        ours = None if self._end is None else {"finished": 0, "failed": 1, "killed": 255}[self._end.status]
+        ours = None if self._end is None else EXIT_CODES[self._end.status]
         if self._config.joined is None:
             return ours
         if self._config.in_process:
@@ -240,9 +240,9 @@ class WandbBackend:
             entity=config.entity,
             base_url=config.base_url,
             mode=None if mode is None else ("offline" if mode in OFFLINE_MODES else "online"),
-            group=run.group[:LONGEST] if run.group else (config.beside.group or config.beside.id if config.beside else None),
+            group=self._group(run),
             companion_of=(config.beside.url or config.beside.id) if config.beside else None,
-            tags=tags(run.tags),
+            tags=() if config.joined else tags(run.tags),
             report=config.report,
             pace=self._pace,
             created=run.created,
@@ -276,6 +276,15 @@ class WandbBackend:
         write_atomic(_note(run), dumps(note).encode())
         self._met = True
         return opened.arrived
+
+    def _group(self, run: RunInfo) -> str | None:
+        """W&B's group of our run; None: none, or the run is theirs."""
+        beside = self._config.beside
+        if self._config.joined is not None:
+            return None
+        if run.group or beside is None:
+            return run.group[:LONGEST] if run.group else None
+        return beside.group or beside.id
 
     def _theirs(self, noted: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
         """What to remember of a run of the user's: where its offline files are, and, while we have it open in a process of

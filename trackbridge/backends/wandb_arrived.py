@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from trackbridge.backends.wandb_file import HISTORY, SUMMARY, RecordedRun, RunFile, item_key, kind_of, number_in, run_files
 from trackbridge.backends.wandb_rows import ANOMALY, CREATED, Keys
+from trackbridge.errors import TrackbridgeError
 
 PAGE = 2000
 
@@ -34,9 +34,13 @@ query TrackbridgeOwner($entity: String!, $project: String!, $run: String!) {
 """
 
 
-RUNNING = ("running", "pending")
+RUNNING = ("running", "pending", "preempting")
+GOES_ON = (*RUNNING, "preempted")
+"""States of a run that somebody writes to or will write to: a preempted one waits to be resumed, which W&B arranges itself in a
+sweep. Were it opened, it would not be preempted any more."""
 EXIT_CODES = {"finished": 0, "failed": 1, "killed": 255}
-"""What gives a run one of these states again. W&B calls one that it has not heard of for minutes crashed."""
+"""What a run ends with, by how it ended; gives a run one of these states again. W&B calls one that it has not heard of for
+minutes crashed."""
 
 
 def state_of(api: Any, entity: str | None, project: str, run_id: str) -> str:
@@ -141,19 +145,37 @@ class OnlineReader:
 
 
 class OfflineReader:
-    """Reads what is in the run files in `folders`, oldest first. Synchronises the newest to the disk before it says so.
+    """Reads what is in the run files that it follows, oldest first. Synchronises the newest to the disk before it says so.
 
     Of a row's hundreds of values only its seq is looked at, of the summary only our own keys: reading back must not cost more
     than writing.
     """
 
-    def __init__(self, folders: Sequence[Path], run_id: str, keys: Keys) -> None:
-        self._keys = keys
-        self._files = [RunFile(path) for folder in folders for path in run_files(folder, run_id)]
+    def __init__(self, run_id: str, keys: Keys) -> None:
+        self._run_id, self._keys = run_id, keys
+        self._files: list[RunFile] = []
         self._run = RecordedRun()  # what is neither a row nor the summary
         self._summary: dict[str, Any] = {}
         self._rows = -1
         self.seen = Arrived()
+
+    def recall(self, folder: Path) -> None:
+        """Take what the files in `folder` say, now and once; they are the user's. What cannot be read, or is not there any
+        more, is not known; nor, then, how the run ended."""
+        try:
+            for path in run_files(folder, self._run_id):
+                self._follow(RunFile(path))
+        except (TrackbridgeError, OSError) as error:
+            print(f"not known what {folder} holds: {error}", flush=True)
+            self._run.exit_code = None
+
+    def follow(self, folder: Path) -> None:
+        """From now on read the files in `folder`. Raises `ReferenceNotFoundError` if it has none of the run."""
+        self._files = [RunFile(path) for path in run_files(folder, self._run_id)]
+
+    def _follow(self, file: RunFile) -> None:
+        for data in file.payloads():
+            self._take(data, file)
 
     def first(self) -> Arrived:
         return self.read()
@@ -161,8 +183,7 @@ class OfflineReader:
     def read(self) -> Arrived:
         artifacts = dict(self.seen.artifacts)
         for file in self._files:
-            for data in file.payloads():
-                self._take(data, file)
+            self._follow(file)
         for artifact in self._run.artifacts:
             artifacts[int(artifact.metadata.get(self._keys.seq, -1))] = None
         self._run.artifacts.clear()

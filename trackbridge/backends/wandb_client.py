@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
+from trackbridge import children
 from trackbridge.backends import exhibits, folders, wandb_history, wandb_views
-from trackbridge.backends.wandb_arrived import EXIT_CODES, RUNNING, Arrived, OfflineReader, OnlineReader, state_of, taken
+from trackbridge.backends.wandb_arrived import EXIT_CODES, GOES_ON, Arrived, OfflineReader, OnlineReader, state_of, taken
 from trackbridge.backends.wandb_fetch import KIND
 from trackbridge.backends.wandb_log import Log
 from trackbridge.backends.wandb_rows import CREATED, HistoryRow, Keys
@@ -106,12 +107,15 @@ class Opened:
 
 
 class Client:
-    """`run`: the user's, open in this process, which is written into. `process`: this process is there for nothing else."""
+    """`run`: the user's, open in this process, which is written into; `folder`: of its files, by its full path. `process`: this
+    process is there for nothing else."""
 
-    def __init__(self, *, run: Any = None, process: bool = False) -> None:
+    def __init__(self, *, run: Any = None, folder: Path | None = None, process: bool = False) -> None:
         self._run: Any = run
+        self._folder = folder
         self._own = run is None
-        self._theirs: OfflineReader | None = None  # what the user recorded offline, before us
+        self._past: OfflineReader | None = None  # has read what the user recorded offline, before us
+        self._taken_keys: frozenset[str] = frozenset()  # of their config
         self._alone = process
         self._over = threading.Event()
         self._ended = False
@@ -140,13 +144,14 @@ class Client:
         if self._run is None:
             ended = None if self._own else self._ended_with(target)
             self._run = self._init(target)
+        folder = self._folder or Path(self._run.dir).resolve().parent
         online = not self._run.offline
         self._reader: OnlineReader | OfflineReader
         if online:
             self._reader = OnlineReader(self._run, target.keys, empty=self._own and not self._run.resumed)
         else:
-            folders = [*([Path(target.theirs)] if target.theirs and self._theirs else []), Path(self._run.dir).parent.parent]
-            self._reader = OfflineReader(folders, self._run.id, target.keys)
+            self._reader = self._past or OfflineReader(self._run.id, target.keys)
+            self._reader.follow(folder.parent)
         for name in (target.keys.seq, ATTEMPT):
             self._run.define_metric(name, hidden=True)
         self._run.define_metric(STEP)
@@ -165,7 +170,7 @@ class Client:
         threading.Thread(target=self._upload, name="uploads", daemon=True).start()
         if online:
             threading.Thread(target=self._poll, name="read-back", daemon=True).start()
-        place = self._run.url if online else str(Path(self._run.dir).parent)
+        place = self._run.url if online else str(folder)
         return Opened(online, place, self._run.id, arrived, _family(), ended)
 
     def _prepare(self) -> None:
@@ -186,7 +191,7 @@ class Client:
             try:
                 return self._begin(target, "never")
             except self._wandb.errors.UsageError as error:
-                if _about_the_key(error, target):
+                if _about_the_key(error):
                     raise
             self._wandb.teardown()
         unknown: Exception | None = None
@@ -204,20 +209,21 @@ class Client:
         """How a run of the user's that is not open here ended. Raises `RuntimeError` while it goes on: two processes that write
         to one run overwrite each other's rows."""
         if target.mode == "offline":
-            if target.theirs is not None and Path(target.theirs).is_dir():
-                self._theirs = OfflineReader([Path(target.theirs)], target.run_id, target.keys)
-                self._theirs.read()
-            return None if self._theirs is None else self._theirs.exit_code
+            self._past = OfflineReader(target.run_id, target.keys)
+            if target.theirs is not None:
+                self._past.recall(Path(target.theirs))
+            self._taken_keys = frozenset(self._past.config)
+            return self._past.exit_code
         state = state_of(self._api(target), target.entity, target.project, target.run_id)
-        if state in RUNNING and not target.again:
-            raise RuntimeError(f"the run {target.run_id} that this one was written into has not ended there")
+        if state in GOES_ON and not target.again:
+            raise RuntimeError(f"the run {target.run_id} that this one was written into has not ended there: {state}")
         return EXIT_CODES.get(state)
 
     def _begin(self, target: Target, resume: Resume) -> Any:
         try:
             return self._start(target, target.mode or "online", resume)
         except self._wandb.errors.UsageError as error:
-            if target.mode is not None or not _about_the_key(error, target):
+            if target.mode is not None or not _about_the_key(error):
                 raise
             return self._start(target, "offline", resume)
 
@@ -262,7 +268,7 @@ class Client:
 
     def params(self, seq: int, values: dict[str, Any]) -> None:
         if not self._own:  # what the user's own config says stands
-            theirs = {*self._run.config.keys(), *(self._theirs.config if self._theirs else ())}
+            theirs = self._taken_keys.union(self._run.config.keys())
             values = {key: value for key, value in values.items() if key.startswith("trackbridge/") or key not in theirs}
         self._run.config.update({**values, self._target.keys.params: seq}, allow_val_change=True)
         self._wake.set()
@@ -393,7 +399,7 @@ class Client:
         command = [sys.executable, "-m", "trackbridge.cli", "report", where]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=REPORT_SECONDS, env={**os.environ, **base_url}, check=False
+                command, capture_output=True, text=True, timeout=REPORT_SECONDS, env=children.environment(base_url), check=False
             )
         except subprocess.TimeoutExpired:
             print(f"the report of {where} took more than {REPORT_SECONDS:.0f} s", flush=True)
@@ -422,9 +428,9 @@ class Client:
             idle = 0.0 if moved or self._hurry.is_set() else min(2 * idle + poll, 8 * poll)
 
 
-def _about_the_key(error: Exception, target: Target) -> bool:
+def _about_the_key(error: Exception) -> bool:
     """Whether `init` refuses because no key is configured; the other thing that it refuses is a run's id."""
-    return "api" in str(error).replace(target.run_id, "").lower()
+    return str(error).lower().startswith("no api key")  # further on in the other messages there may be any id
 
 
 def _family() -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -17,8 +19,18 @@ from trackbridge.backends.wandb_process import ClientError
 
 logger = logging.getLogger("trackbridge")
 
-_joined: dict[str, Any] = {}
-"""Run objects that were joined in this process, by id."""
+
+@dataclass(frozen=True)
+class Joined:
+    """A run object that was joined in this process, and the folder of its files: W&B has that as the user named it, perhaps
+    relative to a folder in which the process is not any more later."""
+
+    run: Any
+    folder: Path
+
+
+_joined: dict[str, Joined] = {}
+"""By the run's id."""
 
 
 class Beside(BaseModel):
@@ -48,11 +60,11 @@ def facts(run: Any) -> Beside:
 
 
 def join(run: Any) -> None:
-    _joined[run.id] = run
+    _joined[run.id] = Joined(run, Path(run.dir).resolve().parent)
 
 
-def joined(run_id: str) -> Any:
-    """The object of a run that was joined in this process; None in any other process."""
+def joined(run_id: str) -> Joined | None:
+    """The run, if it was joined in this process."""
     return _joined.get(run_id)
 
 
@@ -69,9 +81,9 @@ def introduce(run_id: str, ours: str) -> None:
 class Local:
     """Stands in for `wandb_process.Process`. Calls are not cut short: whoever waits for the shipper's thread has a limit."""
 
-    def __init__(self, run: Any = None) -> None:
-        """`run`: the user's own, which is written into; else `open` makes one that leaves ``wandb.run`` alone."""
-        self._client = Client(run=run)
+    def __init__(self, theirs: Joined | None = None) -> None:
+        """`theirs`: the user's run, which is written into; else `open` makes one that leaves ``wandb.run`` alone."""
+        self._client = Client() if theirs is None else Client(run=theirs.run, folder=theirs.folder)
 
     @property
     def native(self) -> Any:
