@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 LAYER = "layer/"
@@ -239,25 +239,28 @@ def hottest(what: str, module: str, place: int) -> str:
     return f"embedding/hottest_{what}/{module}{f'/{place + 1}' if place else ''}"
 
 
-@lru_cache(maxsize=1 << 16)
 def is_wide(name: str) -> bool:
-    """True for our series of layers, routers and experts, of which a large model has thousands. A series of the user's that is
-    only called like them is not one."""
-    return name.startswith(WIDE) and describe(name) is not None
+    """True for series of layers, routers and experts, of which a large model has thousands."""
+    return name.startswith(WIDE)
+
+
+def is_measured_wide(name: str) -> bool:
+    """`is_wide`, of ours: not a series of the user's that is only called like one."""
+    return is_wide(name) and describe(name) is not None
 
 
 def describe(name: str) -> Metric | None:
     """The catalogue entry of a series, families included; None for a user's own series."""
     name = name.removesuffix(LOCAL)
-    return _SINGLE.get(name) or next((metric for pattern, metric in _families() if pattern.fullmatch(name)), None)
-
-
-_SINGLE = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
+    singles, families = _index()
+    return singles.get(name) or next((metric for pattern, metric in families if pattern.fullmatch(name)), None)
 
 
 @cache
-def _families() -> list[tuple[re.Pattern[str], Metric]]:
-    return [(_pattern(metric.name), metric) for metric in CATALOGUE if "<" in metric.name]
+def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    """The catalogue's single series by name, and its families by what their names look like."""
+    singles = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
+    return singles, [(_pattern(metric.name), metric) for metric in CATALOGUE if "<" in metric.name]
 
 
 def regex(family: str) -> str:

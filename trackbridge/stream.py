@@ -296,8 +296,9 @@ class Stream:
     def _plan(self, schema: Schema) -> _Plan:
         wanted = {"summary": (), "blocks": (names.ACT, names.ROUTER), "all": names.WIDE}[self._config.layers]
         ours = [(at, name) for at, name in enumerate(schema.names) if name not in _ADDED]
-        narrow = [(at, name) for at, name in ours if not names.is_wide(name)]
-        wide = [(at, name) for at, name in ours if names.is_wide(name) and name.startswith(wanted)]
+        measured = {name for _, name in ours if names.is_measured_wide(name)}
+        narrow = [(at, name) for at, name in ours if name not in measured]
+        wide = [(at, name) for at, name in ours if name in measured and name.startswith(wanted)]
         if self._config.layers == "blocks":
             wide = _evenly(wide, self._config.max_series)
         series = [name for _, name in narrow]
