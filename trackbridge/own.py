@@ -32,7 +32,8 @@ class OwnScalars:
                 raise UsageError(f"log could not read the mapping it was given: {error}") from None
             return (), [], {}
         given = tuple(values)
-        known = self._series.get(given) if set(map(type, given)) <= {str} else None  # others may be equal to a str
+        plain = set(map(type, given)) <= {str}  # others may be equal to a str
+        known = self._series.get(given) if plain else None
         if known is not None and set(map(type, values.values())) <= {float}:
             return known, list(values.values()), {}
         found: dict[str, Tensor | float] = {}
@@ -48,7 +49,7 @@ class OwnScalars:
                 except Exception as error:  # whatever a foreign object does, or a mode in which nothing has a value
                     raise UsageError(f"a value of log cannot be read: {type(error).__name__}") from error
                 found[series] = read
-        if known is None and len(found) == len(given) and set(map(type, given)) <= {str}:
+        if known is None and plain and len(found) == len(given):
             if len(self._series) >= MOST:
                 self._series.clear()
             self._series[given] = tuple(found)

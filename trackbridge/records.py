@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 RunStatus: TypeAlias = Literal["finished", "failed", "killed"]
+MAX_STEP = 2**53
+"""Trackers keep steps as float64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from trackbridge.errors import UsageError
 from trackbridge.names import legal
-
-MAX_STEP = 2**53
-"""Trackers keep steps as float64."""
+from trackbridge.records import MAX_STEP
 
 
 def scalar(what: str, value: Any) -> Tensor | float:

@@ -323,7 +323,7 @@ class BandDetector(SeriesState):
         if isinstance(age, float) and age >= _OLD:
             return u
         fine: FloatArray = u.copy()
-        if isinstance(age, float) and len(at) <= _FEW:  # as below; numpy takes ten times as long for two numbers
+        if isinstance(age, float) and len(at) <= _FEW:  # as below; numpy takes 10 to 20 us more for two numbers
             gain = min(_YOUNG_BIAS / (age + 1.0), 0.5)
             added = math.sqrt(1.0 + gain / (2.0 - gain))
             for i in at.tolist():

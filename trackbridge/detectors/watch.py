@@ -331,7 +331,7 @@ class Watch:
             )  # fmt: skip
             episode = self._open[key] = Episode(anomaly)
         if (held := self._witness.held(self._name(v), v.onset)) is not None:
-            episode.worse(held[2], held[3], held[1])
+            episode.worse(held.value, held.score, held.step)
         episode.join(self._precursors(v.onset))
         episode.join((self._name(w), w.onset, w.index) for w in verdicts)
         fresh = episode.refreshed()

@@ -7,14 +7,21 @@ A gradient norm needs the loss, where clipping left no more of it than a usual n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors.base import Verdict
 
 SURE = 1.22  # times the threshold: a loss that is so far out needs nobody
-Held = tuple[int, int, float, float]
-"""Onset, step, value and score of what waits."""
+
+
+class Held(NamedTuple):
+    """What waits."""
+
+    onset: int
+    step: int
+    value: float
+    score: float
 
 
 class Witness:
@@ -23,31 +30,36 @@ class Witness:
         self._held: dict[str, Held] = {}
 
     def enough_loss(self, name: str, v: Verdict, *, first: bool, far: float, usual: bool) -> bool:
-        """Whether a loss out of its band says enough. `first`: of its excursion. `far`: plain sigmas above expectation.
-        `usual`: so is the gradient norm."""
-        return not first or not usual or far >= SURE * self._settings.threshold or self._hold(name, v)
+        """Whether a loss out of its band says enough; else it waits. `first`: of its excursion. `far`: plain sigmas above
+        expectation. `usual`: so is the gradient norm."""
+        enough = not first or not usual or far >= SURE * self._settings.threshold
+        if not enough:
+            self._hold(name, v)
+        return enough
 
     def enough_norm(self, name: str, v: Verdict, *, first: bool, whole: float, clipped: float) -> bool:
-        """Whether a gradient norm out of its band, while the loss is in its own, says enough. `whole`, `clipped`: before and
-        after clipping, NaN where not known."""
+        """Whether a gradient norm out of its band, while the loss is in its own, says enough; else it waits. `whole`,
+        `clipped`: before and after clipping, NaN where not known."""
         most = self._settings.grad_least * v.expected
         kept = clipped < whole and clipped <= most
-        return not ((first and kept) or v.value <= most) or self._hold(name, v)
+        enough = not (first and kept) and v.value > most
+        if not enough:
+            self._hold(name, v)
+        return enough
 
-    def _hold(self, name: str, v: Verdict) -> bool:
-        """Keep the worst value of the excursion that waits. False."""
+    def _hold(self, name: str, v: Verdict) -> None:
+        """Keep the worst value of the excursion."""
         known = self._held.get(name)
-        if known is None or known[0] != v.onset or known[3] < v.score:
-            self._held[name] = v.onset, v.step, v.value, v.score
-        return False
+        if known is None or known.onset != v.onset or known.score < v.score:
+            self._held[name] = Held(v.onset, v.step, v.value, v.score)
 
     def held(self, name: str, onset: int) -> Held | None:
         """What waited in the excursion that is told now."""
         known = self._held.pop(name, None)
-        return known if known is not None and known[0] == onset else None
+        return known if known is not None and known.onset == onset else None
 
     def state_dict(self) -> dict[str, Any]:
         return {name: list(held) for name, held in self._held.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held = {name: (int(onset), int(step), value, score) for name, (onset, step, value, score) in state.items()}
+        self._held = {name: Held(*held) for name, held in state.items()}

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from trackbridge.errors import ReferenceNotFoundError, UsageError
 from trackbridge.plugins import require
+from trackbridge.records import MAX_STEP
 from trackbridge.scan.columns import step_column
 
 logger = logging.getLogger("trackbridge")
 
-MAX_STEP = 2**53  # beyond it a float is no count
 Points: TypeAlias = dict[int, float]
 FORMS = (
     "a CSV file, a TensorBoard log folder, an offline W&B run, a run folder of trackbridge, wandb:ENTITY/PROJECT/RUN_ID, "
