@@ -135,24 +135,13 @@ def observe_part(
 
 
 @triton.jit
-def _nonfinite(rows, width, at, look, BLOCK: tl.constexpr):
-    """How many elements of the rows at places `at` are not finite, of those that `look` names."""
-    bad = tl.zeros(at.shape, tl.int32)
-    for begin in range(0, width, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        inside = look[:, None] & (column < width)[None, :]
-        x = tl.load(rows + at.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        bad += tl.sum(tl.where(tl.abs(x) < float("inf"), 0, 1), 1)
-    return tl.sum(bad, 0)
-
-
-@triton.jit
 def merge_rows(
-    table, x, cells, slab, rows, width, site, gate, program, programs,
+    table, cells, slab, rows, width, site, gate, program, programs,
     FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the moments of the `rows` rows of `x` into a site's cells. `table` has for all of them their means, largest values,
-    and sums of squared, cubed and fourth powers of deviations in units of both together."""
+    """Merge the moments of `rows` rows of `width` elements into the cells of a site. `table` has of them all the means, largest
+    values, sums of squared, cubed and fourth powers of deviations in units of both together, and counts of elements that are
+    not finite."""
     if tl.load(slab + gate) > 0:
         fires = 1.0
         for begin in range(program * ROWS, rows, programs * ROWS):
@@ -162,8 +151,7 @@ def merge_rows(
             peak = tl.load(table + rows + at, mask=inside, other=0.0)
             size = tl.minimum(tl.maximum(peak + tl.abs(mean32), 1e-30), 1e30).to(tl.float64)
             mean = mean32.to(tl.float64)
-            squares = tl.load(table + 2 * rows + at, mask=inside, other=0.0)
-            m2 = squares.to(tl.float64) * size * size
+            m2 = tl.load(table + 2 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size
             m3 = tl.load(table + 3 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size * size
             m4 = tl.load(table + 4 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size * size * size
             mine = tl.minimum(rows - begin, ROWS).to(tl.float64)
@@ -172,10 +160,7 @@ def merge_rows(
             d2 = d * d
             c = width * d2
             m2b, m3b, m4b, _ = tl.reduce((m2 + c, m3 + 3 * d * m2 + c * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2, c), 0, _add4)
-            suspicious = (squares < float("inf")) == 0
-            bads = 0
-            if tl.max(suspicious.to(tl.int32), 0) > 0:
-                bads = _nonfinite(x, width, at, suspicious & inside, 32)
+            bads = tl.sum(tl.load(table + 5 * rows + at, mask=inside, other=0.0), 0)
             cell = cells + site * (FIELDS * PROGRAMS) + program
             largest = tl.max(peak, 0).to(tl.float64)
             _deposit(cell, PROGRAMS, mine * width, mean_b, m2b, m3b, m4b, largest, bads.to(tl.float64), fires)
