@@ -1,14 +1,17 @@
 """What a tracker costs training when it is well, dead, stalled or refusing: the whole step against ``backend=None``.
 
-    python benchmarks/outage.py                       # every tracker in every state, a table
-    python benchmarks/outage.py --trackers mlflow --states dead stalled --json
+    python benchmarks/outage.py                       # every tracker in every state, a line each
+    python benchmarks/outage.py --trackers mlflow --states dead stalled --seconds 300 --json
+    python benchmarks/outage.py --width 128           # a step of a quarter of the length: more of them, a harder comparison
     python benchmarks/outage.py --memory 100000       # resident memory over an outage of so many steps
 
-Short blocks alternate in one process: without a tracker, without one again (what the machine's own noise does to the same
-figures), with one. The process is pinned to one core; the shipper, the servers and the network that breaks are other
-processes, on another core (where there is one). Of each ratio the 95% interval is told, by resampling blocks. A dead server
-refuses connections, a stalled one takes them and says nothing, a refusing one answers 503. Also measured: that no random
-generator moved, and what ``finish(timeout=10)`` takes.
+Each case (a tracker in a state) is a process on cores of its own, and as many run side by side as there are cores for. In it
+short blocks alternate: without a tracker, without one again (what the machine's own noise does to the same figures), with
+one. The trainer is pinned to a core, the shipper to a second, the servers and the network that breaks to a third (to the
+second where there are two). The first steps of a block find the caches full of another model, and are not counted. Of each
+ratio the 95% interval is told, by resampling blocks, the same ones on both sides. A dead server refuses connections, a stalled
+one takes them and says nothing, a refusing one answers 503. Also measured: that no random generator moved, and what
+``finish(timeout=10)`` takes.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import random
+import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +43,27 @@ from tests.faults.trackers import Mlflow
 from tests.wandb_server import KEY, WandbServer
 
 STATES: dict[str, Mode] = {"healthy": "pass", "dead": "refuse", "stalled": "stall", "refusing": "503"}
+WARM = 2
+"""Steps at the beginning of a block that are not counted."""
+
+
+def teams(cores: list[int]) -> list[list[int]]:
+    """Cores for each case that can run at a time: the trainer's, the shipper's, the servers'. A trainer shares its
+    physical core with nobody, as far as the system tells which are two threads of one."""
+    physical: dict[str, list[int]] = {}
+    for core in cores:
+        told = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        physical.setdefault(told.read_text() if told.exists() else str(core), []).append(core)
+    found: list[list[int]] = []
+    free = list(physical.values())
+    while len(free) > 1:
+        own, *free = free
+        others: list[int] = []
+        while free and len(others) < 2:
+            others += free.pop(0)
+        if len(others) >= 2 or not found:
+            found.append([own[0], *others[:2]])
+    return found or [cores]
 
 
 class Trackers:
@@ -101,33 +128,34 @@ def compared(blocks: list[list[float]], base: list[list[float]], *, draws: int =
     return {"median": ratio(0.5), "p99": ratio(0.99)}
 
 
-def measure(folder: Path, backend: dict[str, Any], *, blocks: int, steps: int) -> dict[str, Any]:
-    cores = sorted(os.sched_getaffinity(0))
+def measure(folder: Path, backend: dict[str, Any], cores: list[int], seconds: float, steps: int, width: int) -> dict[str, Any]:
+    """Blocks of `steps` for `seconds`, on the first of `cores`, the shipper on the second."""
     other = cores[1] if len(cores) > 1 else None
     os.sched_setaffinity(0, {cores[0]})
     benches = {
-        "none": Bench(folder / "none", None, None),
-        "again": Bench(folder / "again", None, None),
-        "with": Bench(folder / "with", backend, other),
+        "none": Bench(folder / "none", None, None, width=width),
+        "again": Bench(folder / "again", None, None, width=width),
+        "with": Bench(folder / "with", backend, other, width=width),
     }
     for bench in benches.values():
         bench.block(2 * steps)
     before = generators()
     times: dict[str, list[list[float]]] = {name: [] for name in benches}
     order = list(benches)
-    for index in range(blocks):
-        for name in order[index % 3 :] + order[: index % 3]:
-            times[name].append(benches[name].block(steps))
+    over = time.perf_counter() + seconds
+    while time.perf_counter() < over:
+        first = len(times["none"]) % 3
+        for name in order[first:] + order[:first]:
+            times[name].append(benches[name].block(WARM + steps)[WARM:])
     moved = before != generators()
     begun = time.perf_counter()
     report = benches["with"].run.finish(timeout=10)
     finish = time.perf_counter() - begun
     for name in ("none", "again"):
         benches[name].run.finish()
-    os.sched_setaffinity(0, set(cores))
     return {
         "own_core": other is not None,
-        "steps": blocks * steps,
+        "steps": steps * len(times["none"]),
         "none_median_ms": float(np.median(times["none"])),
         "none_p99_ms": float(np.quantile(times["none"], 0.99)),
         "again": compared(times["again"], times["none"]),
@@ -158,47 +186,73 @@ def memory(folder: Path, backend: dict[str, Any], steps: int) -> list[tuple[int,
     return found
 
 
+def case(name: str, state: str, cores: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    """One tracker in one state, in this process and on `cores`."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        pipe, theirs = multiprocessing.Pipe()
+        core = cores[-1] if len(cores) > 1 else None
+        servers = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, Path(place), [name], core))
+        servers.start()
+        pipe.recv()
+        os.environ["WANDB_API_KEY"] = KEY
+        pipe.send((name, state))
+        backend = pipe.recv()
+        if options.memory:
+            found: dict[str, Any] = {"memory_mb": memory(Path(place) / "run", backend, options.memory)}
+        else:
+            found = measure(Path(place) / "run", backend, cores, options.seconds, options.steps, options.width)
+        pipe.send(None)
+        servers.join(30)
+    return {"tracker": name, "state": state, **found}
+
+
+def line(one: dict[str, Any]) -> str:
+    if "memory_mb" in one:
+        return ", ".join(f"{step}: {own:.0f}+{children:.0f}" for step, own, children in one["memory_mb"])
+    ours, again = one["with"], one["again"]
+    return (
+        f"{one['steps']} steps, median {one['none_median_ms']:.2f} ms {told(ours['median'])} (again {told(again['median'])}), "
+        f"p99 {one['none_p99_ms']:.2f} ms {told(ours['p99'])} (again {told(again['p99'])}), "
+        f"generators {'MOVED' if one['rng_moved'] else 'equal'}, finish(10) {one['finish_s']:.1f} s"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trackers", nargs="+", default=["tensorboard", "mlflow", "wandb"])
     parser.add_argument("--states", nargs="+", default=list(STATES), choices=list(STATES))
-    parser.add_argument("--blocks", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each case")
     parser.add_argument("--steps", type=int, default=16, help="per block")
+    parser.add_argument("--width", type=int, default=256, help="of the model: 256 is some 20 ms a step")
+    parser.add_argument("--jobs", type=int, help="cases at a time, at most")
     parser.add_argument("--memory", type=int, metavar="STEPS", help="measure memory over an outage instead")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", nargs="+", metavar="TRACKER STATE CORE", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        pipe, theirs = multiprocessing.Pipe()
-        core = sorted(os.sched_getaffinity(0))[1] if len(os.sched_getaffinity(0)) > 1 else None
-        context = multiprocessing.get_context("spawn")
-        servers = context.Process(target=serve, args=(theirs, Path(place), options.trackers, core))
-        servers.start()
-        pipe.recv()
-        os.environ["WANDB_API_KEY"] = KEY
-        for name in options.trackers:
-            for state in options.states if name != "tensorboard" else ["healthy"]:
-                folder = Path(place) / f"{name}-{state}"
-                pipe.send((name, state))
-                backend = pipe.recv()
-                if options.memory:
-                    found = memory(folder, backend, options.memory)
-                    results.append({"tracker": name, "state": state, "memory_mb": found})
-                    line = ", ".join(f"{step}: {own:.0f}+{children:.0f}" for step, own, children in found)
-                else:
-                    one = measure(folder, backend, blocks=options.blocks, steps=options.steps)
-                    results.append({"tracker": name, "state": state, **one})
-                    ours, again = one["with"], one["again"]
-                    line = (
-                        f"median {one['none_median_ms']:.2f} ms {told(ours['median'])} (again {told(again['median'])}), "
-                        f"p99 {one['none_p99_ms']:.2f} ms {told(ours['p99'])} (again {told(again['p99'])}), "
-                        f"generators {'MOVED' if one['rng_moved'] else 'equal'}, finish(10) {one['finish_s']:.1f} s"
-                    )
-                if not options.json:
-                    print(f"{name}, {state}: {line}", flush=True)
-        pipe.send(None)
-        servers.join(30)
+    if options.one:
+        name, state, *cores = options.one
+        print(json.dumps(case(name, state, [int(core) for core in cores], options)))
+        return
+    free: queue.Queue[list[int]] = queue.Queue()
+    for team in teams(sorted(os.sched_getaffinity(0)))[: options.jobs]:
+        free.put(team)
+
+    def run(asked: tuple[str, str]) -> dict[str, Any]:
+        cores = free.get()
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", *asked, *map(str, cores)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        free.put(cores)
+        one: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if not options.json:
+            print(f"{one['tracker']}, {one['state']}: {line(one)}", flush=True)
+        return one
+
+    asked = [(name, state) for name in options.trackers for state in options.states if name != "tensorboard"]
+    asked += [("tensorboard", "healthy")] if "tensorboard" in options.trackers else []
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        results = list(pool.map(run, asked))
     if options.json:
         print(json.dumps(results))
 

@@ -74,15 +74,15 @@ class Net(nn.Module):
 class Bench:
     """One model under one run; `block` times some whole steps."""
 
-    def __init__(self, directory: Path, backend: Any, core: int | None) -> None:
+    def __init__(self, directory: Path, backend: Any, core: int | None, *, width: int = 256) -> None:
         self.run = trackbridge.init(dir=directory, backend=backend, recorder={"snapshot_every": 0})
         for child in psutil.Process().children(recursive=True) if core is not None else ():
             child.cpu_affinity([core])
         torch.manual_seed(0)
-        self.model = Net()
+        self.model = Net(width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.run.watch(self.model, self.optimizer)
-        self.x = torch.randn(96, 256)
+        self.x = torch.randn(96, width)
 
     def block(self, steps: int) -> list[float]:
         times = []
