@@ -60,7 +60,7 @@ def eager(part: Tensor, cells: Tensor, slab: Tensor) -> None:
 @torch._dynamo.config.patch(recompile_limit=200)
 @torch.compile(fullgraph=True, dynamic=False)
 def traced(part: Tensor, cells: Tensor, slab: Tensor) -> None:
-    graph_kernels.observe(part, cells, slab, 1, GATE)
+    graph_kernels.observe_graph(part, cells, slab, 1, GATE)
 
 
 Ways = pytest.mark.parametrize("way", [eager, traced], ids=["eager", "traced"])

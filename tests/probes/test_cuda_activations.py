@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from tests.probes import test_attention as attention
 from tests.probes import test_routers as routers
 from tests.probes.kit import Lab
-from tests.probes.test_activations import Stack, acts, batch
+from tests.probes.test_activations import Stack, acts, batch, outputs
 from tests.probes.test_attention import logits
 from tests.probes.test_channels import columns, truth
 from tests.probes.test_cuda import GPU, no_sync, train
@@ -87,7 +87,7 @@ def test_channels_have_the_same_bits_every_time() -> None:
 @torch._dynamo.config.patch(recompile_limit=200)
 @torch.compile(fullgraph=True, dynamic=False)
 def joined(x: Tensor, cells: Tensor, channels: Any, slab: Tensor) -> None:
-    graph_kernels.observe_with_channels(x, cells, channels, slab, 1, 2, 3)
+    graph_kernels.observe_with_channels_graph(x, cells, channels.cells, channels.widths, slab, 1, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +105,7 @@ def test_moments_and_channels_in_one_launch(dtype: torch.dtype, shape: tuple[int
                 joined(x, cells, channels, slab)
             else:
                 observe_kernels.observe(x, cells, slab, 1, 2)
-                channels.add(x[:: graph_kernels.STRIDE] if graph_kernels.in_rows(x) else x, slab, 1, 3)
+                channels.add(x, slab, 1, 3)
         observe_kernels.collect(cells, slab, 4)
         channels.collect(slab, 0)
         assert not cells.any() and not channels.cells.any() and slab[0] == 0
@@ -183,6 +183,23 @@ def test_attention_logits(kind: str, way: str) -> None:
     for step in range(4):
         run(attention.data().detach().to(GPU)).square().mean().backward()
         assert logits(lab.close()) == pytest.approx({} if step % 2 else true, rel=2e-3)
+
+
+@pytest.mark.parametrize("tokens, stride", [(None, 7), (1, 1), (4, 5)])
+def test_a_graph_looks_at_some_of_many_tokens(tokens: int | None, stride: int) -> None:
+    torch._dynamo.reset()
+    model = Stack().to(GPU)
+    run: Any = torch.compile(model, fullgraph=True)
+    lab = Lab(run, torch.optim.SGD(model.parameters(), lr=0.0), tokens=tokens)
+    for step in range(2):
+        words = torch.randint(0, 16, (8, 1024), generator=torch.Generator().manual_seed(step)).to(GPU)
+        true = {name: y.reshape(-1, 8)[::stride] for name, y in outputs(model, words).items()}
+        run(words).sum().backward()
+        found = lab.close()
+        for name, y in true.items():
+            assert found[f"act/{name}/mean"] == pytest.approx(y.double().mean().item(), abs=1e-4)
+            assert found[f"act/{name}/max"] == pytest.approx(y.abs().max().item(), rel=1e-3)
+            assert found[f"act/{name}/channel_kurtosis"] == pytest.approx(truth(y.cpu()), rel=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -135,39 +135,6 @@ def observe_part(
 
 
 @triton.jit
-def merge_rows(
-    table, cells, slab, rows, width, site, gate, program, programs,
-    FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge the moments of `rows` rows of `width` elements into the cells of a site. `table` has of them all the means, largest
-    values, sums of squared, cubed and fourth powers of deviations in units of both together, and counts of elements that are
-    not finite."""
-    if tl.load(slab + gate) > 0:
-        fires = 1.0
-        for begin in range(program * ROWS, rows, programs * ROWS):
-            at = begin + tl.arange(0, ROWS)
-            inside = at < rows
-            mean32 = tl.load(table + at, mask=inside, other=0.0)
-            peak = tl.load(table + rows + at, mask=inside, other=0.0)
-            size = tl.minimum(tl.maximum(peak + tl.abs(mean32), 1e-30), 1e30).to(tl.float64)
-            mean = mean32.to(tl.float64)
-            m2 = tl.load(table + 2 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size
-            m3 = tl.load(table + 3 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size * size
-            m4 = tl.load(table + 4 * rows + at, mask=inside, other=0.0).to(tl.float64) * size * size * size * size
-            mine = tl.minimum(rows - begin, ROWS).to(tl.float64)
-            mean_b = tl.sum(mean, 0) / mine
-            d = tl.where(inside, mean - mean_b, 0.0)
-            d2 = d * d
-            c = width * d2
-            m2b, m3b, m4b, _ = tl.reduce((m2 + c, m3 + 3 * d * m2 + c * d, m4 + 4 * d * m3 + 6 * d2 * m2 + c * d2, c), 0, _add4)
-            bads = tl.sum(tl.load(table + 5 * rows + at, mask=inside, other=0.0), 0)
-            cell = cells + site * (FIELDS * PROGRAMS) + program
-            largest = tl.max(peak, 0).to(tl.float64)
-            _deposit(cell, PROGRAMS, mine * width, mean_b, m2b, m3b, m4b, largest, bads.to(tl.float64), fires)
-            fires = 0.0
-
-
-@triton.jit
 def observe_all(
     y, cells, slab, n, site, gate, FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr
 ):

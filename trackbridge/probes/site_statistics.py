@@ -24,6 +24,8 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 SILENT_STEPS = 3
+MANY = 4096  # tokens of an output of which a graph looks at every `GRAPH_TOKENS`-th, unless told otherwise
+GRAPH_TOKENS = 7
 STATISTICS = (*moments.STATISTICS, channels.NAME)
 
 
@@ -33,7 +35,7 @@ class Sites:
     def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
         self._gates = gates
         self._inside = config.inside_compiled
-        self._stride = odd_prime(config.tokens)
+        self._stride = None if config.tokens is None else odd_prime(config.tokens)
         self._channels_every = config.channels_every
         site_names: list[str] = []
         self.targets: list[tuple[nn.Module, nn.Module, Site]] = []
@@ -58,11 +60,10 @@ class Sites:
         count = len(self.targets)
         self.kernels: Any = observers() if slab.device.type == "cuda" and count else None
         self.cells: Any = None
-        self._graph: Any = None
         if self.kernels is not None:
-            from trackbridge.probes import graph_kernels
+            from trackbridge.probes import graph_kernels  # noqa: F401 - its operations are for `trace`
 
-            self.cells, self._graph = self.kernels.cells_for(count, slab.device), graph_kernels
+            self.cells = self.kernels.cells_for(count, slab.device)
         on_cpu = slab.device.type == "cpu"
         self._rows = slab.device_view("activations").numpy().reshape(-1, moments.WIDTH) if on_cpu else None
         self.channels: Any = None
@@ -72,8 +73,9 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.channels is not None and self._gates.due[CHANNELS]
-        x = channels.by_channel(y, module) if due or self._stride > 1 else None
-        y, x = self._some(y, x)
+        stride = self._stride or 1
+        x = channels.by_channel(y, module) if due or stride > 1 else None
+        y, x = some(y, x, stride)
         always = self._gate + ALWAYS
         if self._rows is not None and y.device.type == "cpu":
             moments.add_on_cpu(y, self._rows[site])
@@ -86,17 +88,19 @@ class Sites:
 
     def trace(self, y: Tensor, site: int, module: nn.Module) -> None:
         """`add` as operations of a graph; what they do depends on the gates."""
-        x = channels.by_channel(y, module) if self.channels is not None or self._stride > 1 else None
-        y, x = self._some(y, x)
+        ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
-        if not self._readable(y):
-            torch.ops.trackbridge.observe(y, self.slab, self._offset + site * moments.WIDTH, outputs)
-            if x is not None and self.channels is not None:
-                self.channels.trace(x, self.slab, site, by_channel)
-        elif x is not None and self.channels is not None:  # it has the elements of y
-            self._graph.observe_with_channels(x, self.cells, self.channels, self.slab, site, outputs, by_channel)
+        readable, x = self._readable(y), channels.by_channel(y, module)
+        y, x = some(y, x, self._stride or (GRAPH_TOKENS if readable and _many(y) else 1))
+        if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
+            ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
+            return
+        if readable:
+            ops.observe_triton(y, self.cells, self.slab, site, outputs)
         else:
-            self._graph.observe(y, self.cells, self.slab, site, outputs)
+            ops.observe(y, self.slab, self._offset + site * moments.WIDTH, outputs)
+        if x is not None and cells is not None:
+            cells.trace(x, self.slab, site, by_channel)
 
     def collect(self) -> None:
         """The end of a step: cells to rows."""
@@ -113,16 +117,6 @@ class Sites:
         kurtosis = stats[channels.NAME]
         known = (kurtosis > 0) & (rows[:, moments.NONFINITE] == 0)
         return np.concatenate((values.reshape(-1), kurtosis)), np.concatenate((present.reshape(-1), known))
-
-    def _some(self, y: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Every `tokens`-th token of an output, and of the same by channel."""
-        stride = self._stride
-        if stride == 1:
-            return y, x
-        if x is not None:
-            x = x[::stride]
-            return x, x
-        return (y.reshape(-1, y.shape[-1]) if y.dim() > 1 else y)[::stride], None
 
     def _readable(self, y: Tensor) -> bool:
         return self.kernels is not None and y.device == self.slab.device and y.dtype in self.kernels.READABLE
@@ -157,6 +151,21 @@ class Site:
         tensor = _activation(output)
         if tensor is not None:
             self.sites.trace(tensor.detach(), self.number, module)
+
+
+def some(y: Tensor, x: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
+    """Every `stride`-th token of an output `y`, and of the same by channel, `x`."""
+    if stride == 1:
+        return y, x
+    if x is not None:
+        x = x[::stride]
+        return x, x
+    return (y.reshape(-1, y.shape[-1]) if y.dim() > 1 else y)[::stride], None
+
+
+def _many(y: Tensor) -> bool:
+    """Whether `y` has so many tokens that some of them say what all do."""
+    return y.dim() > 1 and y.numel() >= MANY * y.shape[-1]
 
 
 def _activation(output: Any) -> Tensor | None:
