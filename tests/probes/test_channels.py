@@ -174,6 +174,24 @@ def test_some_tokens_only(mode: str) -> None:
         assert set(lab.last.values()) == {1}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+@pytest.mark.parametrize("mode", ["plain", "compiled"])
+@pytest.mark.parametrize("tokens, count, stride", [(None, 16_384, 7), (None, 16_383, 1), (1, 16_384, 1), (4, 64, 5)])
+def test_of_a_large_output_some_tokens_unless_told_otherwise(mode: str, tokens: int | None, count: int, stride: int) -> None:
+    torch._dynamo.reset()
+    model = Stack("plain")
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if mode == "compiled" else model
+    lab = Lab(run, sgd(model), tokens=tokens)
+    words = torch.randint(0, 16, (1, count), generator=torch.Generator().manual_seed(0))
+    true = {name: x.reshape(-1, 8)[::stride] for name, x in outputs(model, words).items()}
+    run(words).sum().backward()
+    found = lab.close()
+    for name, x in true.items():
+        assert found[f"act/{name}/mean"] == pytest.approx(x.double().mean().item(), abs=1e-6)
+        assert found[f"act/{name}/rms"] == pytest.approx(x.double().square().mean().sqrt().item(), rel=1e-6)
+        assert found[f"act/{name}/channel_kurtosis"] == pytest.approx(truth(x), rel=1e-5)
+
+
 def test_the_stated_error_of_some_tokens() -> None:
     """docs/statistics.md: the standard error of a mean over n of all elements is std / sqrt(n)."""
     generator = torch.Generator().manual_seed(0)

@@ -192,7 +192,7 @@ def test_a_graph_looks_at_some_of_many_tokens(tokens: int | None, stride: int) -
     run: Any = torch.compile(model, fullgraph=True)
     lab = Lab(run, torch.optim.SGD(model.parameters(), lr=0.0), tokens=tokens)
     for step in range(2):
-        words = torch.randint(0, 16, (8, 1024), generator=torch.Generator().manual_seed(step)).to(GPU)
+        words = torch.randint(0, 16, (16, 1024), generator=torch.Generator().manual_seed(step)).to(GPU)
         true = {name: y.reshape(-1, 8)[::stride] for name, y in outputs(model, words).items()}
         run(words).sum().backward()
         found = lab.close()

@@ -3,8 +3,8 @@
 """What a `torch.compile` graph does to observe an output: operations that the compiler knows, so that it keeps one graph.
 Imported only where CUDA and Triton are.
 
-An output of many tokens is read at every seventh of them, `GRAPH_TOKENS` of `site_statistics`. The compiler adds up the
-residual stream of a transformer anew in each kernel rather than write it to memory; to read it all would have it written.
+Of many tokens they get every seventh, see `site_statistics`: the compiler adds up the residual stream of a transformer anew in
+each kernel rather than write it to memory, and to read it all would have it written.
 Moments and channels are one kernel, though most steps have no channels: a launch costs the training thread some 20 us.
 """
 

@@ -24,8 +24,8 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 SILENT_STEPS = 3
-MANY = 4096  # tokens of an output of which a graph looks at every `GRAPH_TOKENS`-th, unless told otherwise
-GRAPH_TOKENS = 7
+MANY = 1 << 17  # elements of an output of which every `SOME`-th token is looked at where that is dear, unless told otherwise
+SOME = 7
 STATISTICS = (*moments.STATISTICS, channels.NAME)
 
 
@@ -73,7 +73,7 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.channels is not None and self._gates.due[CHANNELS]
-        stride = self._stride or 1
+        stride = self._stride_of(y, dear=self._rows is not None)
         x = channels.by_channel(y, module) if due or stride > 1 else None
         y, x = some(y, x, stride)
         always = self._gate + ALWAYS
@@ -91,7 +91,7 @@ class Sites:
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable, x = self._readable(y), channels.by_channel(y, module)
-        y, x = some(y, x, self._stride or (GRAPH_TOKENS if readable and _many(y) else 1))
+        y, x = some(y, x, self._stride_of(y, dear=True))
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -117,6 +117,13 @@ class Sites:
         kurtosis = stats[channels.NAME]
         known = (kurtosis > 0) & (rows[:, moments.NONFINITE] == 0)
         return np.concatenate((values.reshape(-1), kurtosis)), np.concatenate((present.reshape(-1), known))
+
+    def _stride_of(self, y: Tensor, *, dear: bool) -> int:
+        """Every which token of `y` is looked at. Dear is it on the CPU, which the model needs itself, and in graphs, where the
+        compiler would write an output to memory for us."""
+        if self._stride is not None:
+            return self._stride
+        return SOME if dear and y.dim() > 1 and y.numel() >= MANY else 1
 
     def _readable(self, y: Tensor) -> bool:
         return self.kernels is not None and y.device == self.slab.device and y.dtype in self.kernels.READABLE
@@ -161,11 +168,6 @@ def some(y: Tensor, x: Tensor | None, stride: int) -> tuple[Tensor, Tensor | Non
         x = x[::stride]
         return x, x
     return (y.reshape(-1, y.shape[-1]) if y.dim() > 1 else y)[::stride], None
-
-
-def _many(y: Tensor) -> bool:
-    """Whether `y` has so many tokens that some of them say what all do."""
-    return y.dim() > 1 and y.numel() >= MANY * y.shape[-1]
 
 
 def _activation(output: Any) -> Tensor | None:
