@@ -16,6 +16,7 @@ from typing import Any
 from trackbridge import coverage, provenance
 from trackbridge.config import RecorderConfig
 from trackbridge.diagnosis import diagnose
+from trackbridge.diagnosis.view import BLUR
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, Hypothesis, Params, Row, StepContext
 from trackbridge.rundir import RunDirectory, dumps
@@ -43,7 +44,7 @@ def explain(run_dir: RunDirectory, anomaly: Anomaly) -> tuple[Hypothesis, ...]:
             contexts = _contexts(run_dir, rank, anomaly, last)
             start = next(row.step for row in rows if row.attempt == anomaly.attempt)
             notes: tuple[str, ...] = ()
-            if anomaly.attempt and 0 <= anomaly.onset - start <= FRESH:
+            if anomaly.attempt and -BLUR <= anomaly.onset - start <= FRESH:
                 notes = (*_resumed(anomaly), *(f"changed: {text}" for text in changes(run_dir, rank, anomaly.attempt)))
             return diagnose(anomaly.updated(notes=(*anomaly.notes, *notes)), rows, contexts)
     return diagnose(anomaly, ())

@@ -18,7 +18,7 @@ ENOUGH = SOLID + 1  # a cause needs more than one solid piece of evidence to be 
 def diagnose(anomaly: Anomaly, window: Sequence[Row], contexts: Sequence[StepContext] = ()) -> tuple[Hypothesis, ...]:
     """Ranked hypotheses, most likely first. `window` are the rows around the anomaly, from as long before the onset as the
     record has; `contexts` the step contexts with batch identities. Causes without any support are left out, and "unknown"
-    ranks above every cause whose evidence is thin. Equal input gives equal output."""
+    ranks above every cause whose evidence is thin, and above two that have as much for them. Equal input gives equal output."""
     registry.load()
     view = View(anomaly, window, contexts)
     weighed: list[tuple[int, Hypothesis]] = []
@@ -31,6 +31,9 @@ def diagnose(anomaly: Anomaly, window: Sequence[Row], contexts: Sequence[StepCon
     weighed.sort(key=lambda pair: (-pair[0], pair[1].name))
     named = [hypothesis for weight, hypothesis in weighed if weight >= ENOUGH]
     thin = [hypothesis for weight, hypothesis in weighed if 0 < weight < ENOUGH]
+    if len(named) > 1 and weighed[0][0] == weighed[1][0]:
+        why = f"as much speaks for {named[0].name} as for {named[1].name}"
+        return (Hypothesis("unknown", (why,), (), "rerun"), *named, *thin)
     return (*named, _unknown(named, thin), *thin)
 
 

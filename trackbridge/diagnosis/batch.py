@@ -33,6 +33,7 @@ _LEASTS = {"entropy": 0.02, "share": 0.02, "new": 0.003, "kinds": 0.01, "pairs":
 _LEARNED = ("new", "kinds", "pairs", "mixture", "variety", "profile")
 _SHAPE = ("entropy", "unique", "mean", "std", "share", "pairs", "mixture", "profile")
 _BINS = 4096  # of token values
+_DRAWS = 8
 _KNOWN = 0.05  # the least share of known tokens of which a mixture is worked out
 
 Table = dict[tuple[str, str], dict[int, list[float]]]
@@ -148,6 +149,13 @@ class Batches:
                 found.append((tensor, key, z))
         return sorted(found, key=lambda one: -abs(one[2]))
 
+    def still_there(self, tensor: str, key: str, first: int, later: int, last: int) -> bool:
+        """The median over the steps `later` to `last` lies at least half as far from the usual, and on the same side, as that
+        from `first` on. Told by its size: a few batches are too few to be sure of it by themselves."""
+        usual = float(np.median(self.usual(tensor, key)))
+        whole, end = (float(np.median(self.step_values(tensor, key, k, last))) - usual for k in (first, later))
+        return whole * end > 0 and abs(end) >= abs(whole) / 2
+
     def nonfinite(self) -> tuple[int, int]:
         """(count of non-finite elements, step) of the first batch near the onset that has any."""
         for step in range(self.onset - NEAR, self.onset + 1):
@@ -233,7 +241,7 @@ class Past:
             yield "new", float(1.0 - seen.mean())
             yield "kinds", float(1.0 - np.isin(values, self.values).mean())
             if seen.mean() > _KNOWN:
-                yield "mixture", _divergence(_binned(flat[seen]), self.counts)
+                yield "mixture", _beyond_chance(_binned(flat[seen]), self.counts)
                 yield "variety", float(np.isin(values, self.values).sum())
         if learn:
             self.counts += _binned(flat)
@@ -269,6 +277,13 @@ class Past:
 
 def _binned(values: npt.NDArray[Any]) -> FloatArray:
     return np.bincount((values.astype(np.int64) % _BINS), minlength=_BINS).astype(np.float64)
+
+
+def _beyond_chance(counts: FloatArray, past: FloatArray) -> float:
+    """How much farther a histogram lies from `past` than ones of as many values drawn from it do: of few values any histogram
+    is a rough one, and a batch with many new tokens has few known ones. The draws are the same every time."""
+    draws = np.random.default_rng(0).multinomial(int(counts.sum()), past / past.sum(), _DRAWS)
+    return _divergence(counts, past) - float(np.mean([_divergence(draw.astype(np.float64), past) for draw in draws]))
 
 
 def _divergence(p: FloatArray, q: FloatArray) -> float:

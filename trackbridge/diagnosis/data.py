@@ -189,6 +189,12 @@ def ranges(view: View) -> list[int]:
     return sorted(found)
 
 
+def _only_extremes(view: View) -> bool:
+    """Of the activations no more than largest values and kurtoses moved, and these less than a jump: a few elements make them,
+    and of many modules one is always far out."""
+    return all(z < (_CALM if name.endswith(("/rms", "/std")) else JUMPED) for name, z in view.moved_activations)
+
+
 @rule("label-fault", intervention="skip-batch")
 def label_fault(view: View, case: Case) -> None:
     inputs, targets = input_oddities(view), target_oddities(view)
@@ -199,7 +205,7 @@ def label_fault(view: View, case: Case) -> None:
     jumped = loss is not None and loss > JUMPED
     stays = bool(view.lasts) and view.loss_shift is not None and view.loss_shift > _STAYS and (loss or 0.0) > _AT_ONCE
     if act is not None and loss is not None and (jumped or stays) and view.anomaly.kind != "nonfinite":
-        if act[1] < _CALM:
+        if act[1] < _CALM or (view.batches.known and _only_extremes(view)):
             most = f"largest change: {act[0]}, {number(act[1])} sigmas"
             usual_tokens = view.hot_rows is not None and not view.hot_rows[0]
             seen = view.input_module is not None or usual_tokens
@@ -277,8 +283,7 @@ def inputs_shifted(view: View) -> str:
     """In words, the input statistic that differs most from the onset to the end of the window, "" if none does."""
     last = view.rows[-1].step if view.rows else view.onset
     found = [one for one in view.batches.shifted(view.onset, last) if one[0] not in view.batches.targets]
-    later = {one[:2] for one in view.batches.shifted(min(view.onset + 3, last - 2), last)}
-    kept = [one for one in found if one[:2] in later]
+    kept = [one for one in found if view.batches.still_there(one[0], one[1], view.onset, min(view.onset + 3, last - 2), last)]
     if not kept:
         return ""
     tensor, key, z = kept[0]

@@ -24,6 +24,7 @@ FP16_MAX = 65504.0
 _GROWN = 1.6  # of an activation over some 50 steps
 _APART = 4.0  # times `JUMPED`, from which a jump is no part of what moved before it
 _FEW = 3.0  # times what the root mean square of a module's output rose, from which a few of its elements make it
+_FEW_OF_IT = 0.5  # of a weight's norm in one element, from which few elements make it
 _ALL_OF_IT = 0.9  # of a weight's norm in one element
 _OTHER = 1.5  # times or part of a weight's norm, from which it is another weight
 _BROKE = 2.5  # times its size, from which growth may show all at once
@@ -99,17 +100,32 @@ def activation_outliers(view: View, case: Case) -> None:
         peaked = [n for _, n in grown if n.endswith("/kurtosis")]
         if peaked:
             case.add(WEAK, f"few elements made it: {peaked[0]} grew too")
+    few = _few_grew(view)
+    if few is not None:
+        name, share = few
+        case.add(SOLID, f"few elements of {name} grew: the largest has {share:.0%} of its norm")
     if not case.supports:
         return
     _not_sudden(view, case, grown[0][0] if grown else 0.0)
     if grown:
         _not_downstream(view, case, grown[0][1])
+        _not_out(view, case, grown[0][1])
     if view.lr_jumped and view.lr_jump is not None:
         case.against(STRONG, f"train/lr rose {times(view.lr_jump[0])} at step {view.lr_jump[1]}, which explains the growth")
     whole = _grew_as_a_whole(view)
     if whole is not None:
         case.against(STRONG, f"{whole[1]} had grown {times(whole[0])}, all of it alike: no few elements stand out of it")
     _not_elsewhere(view, case, hidden=True)
+
+
+def _few_grew(view: View) -> tuple[str, float] | None:
+    """(series, share of its largest element) of the one hidden weight that changed, if few elements of it did and nothing shows
+    that they did in one step."""
+    changed = changed_weight(view)
+    share = _largest_share(view, changed[0]) if changed is not None else None
+    if changed is None or share is None or share < _FEW_OF_IT or view.is_outer(changed[0]) or _in_one_step(view):
+        return None
+    return changed[0], share
 
 
 def _grew_as_a_whole(view: View) -> Grown | None:
@@ -126,6 +142,23 @@ def _not_sudden(view: View, case: Case, growth: float) -> None:
     if view.sudden:
         weight = SOLID if growth > _BROKE else STRONG
         case.against(weight, "the loss jumped in one step, and nothing had left its band before")
+
+
+def _not_out(view: View, case: Case, name: str) -> None:
+    """Outliers act by being large. A kurtosis also grows where all the others shrink; and what acts on the loss is at least as
+    large in that step as it had been before."""
+    site = name.removeprefix("act/").rpartition("/")[0]
+    top = f"act/{site}/max"
+    size = view.growth(top)
+    if size is not None and size < 1.0:
+        case.against(
+            STRONG + SOLID, f"{top} had not grown ({times(size)}): its other elements shrank, none stands out for its size"
+        )
+    now, before = view.at(top), view.before(top, _STEADY)
+    if not view.gradual and view.lead <= 1 and now is not None and len(before) and now <= before.max():
+        case.against(
+            STRONG, f"when the loss rose {top} was {number(now)}, and up to {number(before.max())} in the steps before"
+        )
 
 
 def _not_downstream(view: View, case: Case, name: str) -> None:
@@ -168,6 +201,9 @@ def attention_logit_growth(view: View, case: Case) -> None:
         case.add(weight, f"{name} had grown {times(factor)}, more than other layers")
         if len(grown) > 1:
             case.add(WEAK, f"so had {grown[1][1]}, {times(grown[1][0])}")
+    elif view.grown_weights:
+        factor, name = view.grown_weights[0]
+        case.against(SOLID, f"the weight that grew most is none of attention: {name}, {times(factor)}")
     together = _changed_together(view)
     if together and all(is_attention(name) for name, _ in together):
         case.add(STRONG + WEAK, f"{len(together)} weights of attention changed in between and no other did: {together[0][0]} "
@@ -213,7 +249,7 @@ def embedding_instability(view: View, case: Case) -> None:
             STRONG if weights[0] == view.grown_weights[0] else SOLID,
             f"{name} had grown {times(factor)}, more than other layers",
         )
-    changed = _changed_weight(view)
+    changed = changed_weight(view)
     if changed is not None and view.is_outer(changed[0]) and not _single_element(view, changed[0]):
         case.add(
             STRONG + SOLID,
@@ -302,10 +338,14 @@ def hardware_fault(view: View, case: Case) -> None:
             if place > 0:
                 site, _, before = view.jumps[place - 1]
                 case.add(SOLID, f"it began there: the module before it ({site}) is as usual ({number(before)} sigmas)")
-    changed = _changed_weight(view)
-    if changed is not None:
+    changed = changed_weight(view)
+    if changed is not None and changed[0] in (name for _, name in view.grown_weights):
+        case.against(STRONG, f"{changed[0]} was growing before: it did not change by itself in one step")
+    elif changed is not None:
         name, factor, sigmas = changed
-        case.add(STRONG, f"{name} changed {times(factor)} in between ({number(sigmas)} sigmas), other weights did not")
+        once = _in_one_step(view)
+        what = f"{name} changed {times(factor)} in between ({number(sigmas)} sigmas), other weights did not"
+        case.add(STRONG if once else WEAK, what if once else f"{what}; but nothing else shows that it was in one step")
         _explained(view, case, name)
     gradient = _lone_gradient(view)
     if gradient is not None and first is None:
@@ -353,6 +393,14 @@ def hardware_fault(view: View, case: Case) -> None:
         case.against(STRONG, "the activations stay different while the weights are as they were: no bit flips for so long")
 
 
+def _in_one_step(view: View) -> bool:
+    """Something that is measured in every step jumped at the onset. Between two measurements of a weight there are several
+    steps, in which it may as well have grown."""
+    if view.first_jump is not None or (view.loss_jump or 0.0) > JUMPED or _lone_gradient(view) is not None:
+        return True
+    return view.anomaly.kind == "nonfinite" or (view.jump("grad/norm") or 0.0) > JUMPED
+
+
 def _explained(view: View, case: Case, name: str) -> None:
     """What else may have changed the weight `name` so much: its own update, or all of a table at once."""
     layer = name.removesuffix("/weight_norm")
@@ -392,7 +440,7 @@ def _weights_as_they_were(view: View) -> bool:
     return bool(changes) and all(abs(np.log(factor)) < np.log(_OTHER) for factor, _ in changes.values())
 
 
-def _changed_weight(view: View) -> tuple[str, float, float] | None:
+def changed_weight(view: View) -> tuple[str, float, float] | None:
     """(series, factor, sigmas) of a weight norm that grew between two measurements around the onset while those of other
     layers changed far less. Where its own module is the first that jumped, they may have changed more: by then they were
     updated with the gradients that it made."""

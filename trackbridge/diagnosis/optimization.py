@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trackbridge.diagnosis.numerics import changed_weight
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
 
@@ -72,6 +73,8 @@ def gradient_explosion(view: View, case: Case) -> None:
     if only and len(only) <= max(3, len(view.family("layer/", "/weight_norm")) // 6):
         weight = STRONG if only[0][0] > _ONE_DID else SOLID
         case.against(weight, f"few weights had grown: {only[0][1]} {times(only[0][0])}")
+    elif (changed := changed_weight(view)) is not None:
+        case.against(SOLID, f"one weight alone changed: {changed[0]} {times(changed[1])}")
 
 
 def _clipping(view: View, case: Case) -> None:
@@ -141,6 +144,11 @@ def _moment_falls(view: View) -> tuple[float, int, int] | None:
 @rule("stale-second-moment", intervention="reset-momentum")
 def stale_second_moment(view: View, case: Case) -> None:
     """One layer's second moment is too small for its gradient, though the gradient is as it was."""
+    together = _moment_falls(view)
+    if together is not None and together[0] < _FELL:
+        median, at, count = together
+        case.against(STRONG, f"those of {count} layers fell together, to {number(median)} of their value by step {at}")
+        return
     found: list[tuple[float, str, float]] = []
     falls: list[float] = []
     for name in view.family("layer/", "/exp_avg_sq_norm"):

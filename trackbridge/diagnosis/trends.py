@@ -15,6 +15,7 @@ LEAST = 8
 SPAN = 48
 """Steps before the onset over which growth is measured, against as many before those."""
 _TINY = 1e-30
+_LATEST = 4  # values before the onset that a leap is measured from
 
 
 def deviation(value: float, base: FloatArray, least: float) -> float:
@@ -35,6 +36,29 @@ def jump(base: FloatArray, near: FloatArray) -> float | None:
     if not np.isfinite(near).all():
         return math.inf
     return deviation(math.log(max(float(near.max()), _TINY)), logs(base), 0.05)
+
+
+def leap(base: FloatArray, near: FloatArray) -> float | None:
+    """The same, of one step alone: above the largest of the latest few values and what they rise in a step. What has been
+    growing from step to step has not leapt, however far it has come from where it was."""
+    if len(base) < LEAST or not len(near):
+        return None
+    if not np.isfinite(near).all():
+        return math.inf
+    past = logs(base)
+    steps = np.diff(past)
+    expected = float(past[-_LATEST:].max()) + max(float(np.median(steps[-_LATEST:])), 0.0)
+    rough = 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
+    return (math.log(max(float(near.max()), _TINY)) - expected) / max(rough, 0.05)
+
+
+def off_line(value: float, base: FloatArray, least: float) -> float:
+    """`deviation` of the next value from the line that `base` follows (slope and middle by Theil, Indag. Math. 12, 1950, and
+    Sen, J. Am. Stat. Assoc. 63, 1968): a loss that falls fast hides a rise from a level."""
+    x = np.arange(len(base), dtype=np.float64)
+    first, second = np.triu_indices(len(base), 1)
+    slope = float(np.median((base[second] - base[first]) / (x[second] - x[first])))
+    return deviation(value - slope * len(base), base - slope * x, least)
 
 
 def moved(base: FloatArray, near: FloatArray) -> float | None:

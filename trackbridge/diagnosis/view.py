@@ -20,6 +20,8 @@ Grown: TypeAlias = "tuple[float, str]"
 
 LATER = 8
 """Steps past the onset at which it is asked whether something lasts: as far as a capsule reaches."""
+BLUR = 2
+"""Steps by which the onset of a level that changed may be dated too early, and so before the attempt that changed it."""
 _BACK = 0.25  # of its height: an excursion below that is on its way out
 JUMPED = 8.0
 """Robust sigmas from which an activation has jumped in one step."""
@@ -97,10 +99,13 @@ class View:
         return float(found[0]) if len(found) else None
 
     def jump(self, name: str, after: int = 0) -> float | None:
-        """How many robust sigmas, in log space, the largest value near the onset lies above the latest 100 before it. None
-        with too little history. Excess kurtosis is taken from its least value, -3."""
+        """How many robust sigmas, in log space, the largest value near the onset lies above the latest 100 before it, or above
+        what the latest few lead to, whichever is less: what had been growing has not jumped. None with too little history.
+        Excess kurtosis is taken from its least value, -3."""
         shift = 3.0 if name.endswith("/kurtosis") else 0.0
-        return trends.jump(self.before(name, 100) + shift, self.near(name, after) + shift)
+        base, near = self.before(name, 100) + shift, self.near(name, after) + shift
+        far, leap = trends.jump(base, near), trends.leap(base, near)
+        return None if far is None or leap is None else min(far, leap)
 
     def rise(self, name: str, after: int = 0) -> float | None:
         """The largest finite value near the onset over the median before it."""
@@ -167,13 +172,13 @@ class View:
 
     @cached_property
     def loss_jump(self) -> float | None:
-        """By how many robust sigmas of its latest values the loss lies above them at the onset."""
+        """By how many robust sigmas the loss lies above the line of its latest values at the onset."""
         base, now = self.before("train/loss", 32), self.at("train/loss")
         if len(base) < trends.LEAST or now is None:
             return None
         if not np.isfinite(now):
             return np.inf
-        return trends.deviation(now, base, 0.01 * abs(float(np.median(base))))
+        return trends.off_line(now, base, 0.01 * abs(float(np.median(base))))
 
     @cached_property
     def loss_shift(self) -> float | None:
@@ -208,9 +213,11 @@ class View:
 
     @cached_property
     def since_resume(self) -> int | None:
-        """Steps from the start of this attempt to the onset, None in a first attempt."""
+        """Steps from the start of this attempt to the onset, None in a first attempt and where it began before this one."""
         own = [row.step for row in self.rows if row.attempt == self.anomaly.attempt]
-        return self.onset - own[0] if own and self.anomaly.attempt > 0 else None
+        if not own or self.anomaly.attempt == 0 or self.onset < own[0] - BLUR:
+            return None
+        return max(self.onset - own[0], 0)
 
     @cached_property
     def lr_jump(self) -> tuple[float, int] | None:
@@ -373,14 +380,19 @@ class View:
     def moved_activation(self) -> tuple[str, float] | None:
         """(series, sigmas) of the activation statistic that moved most, up or down, at the onset. Later steps say less: the
         weights have moved by then."""
-        return max(filter(None, map(self._moved, self.sites)), key=lambda pair: pair[1], default=None)
+        return max(self.moved_activations, key=lambda pair: pair[1], default=None)
+
+    @cached_property
+    def moved_activations(self) -> list[tuple[str, float]]:
+        """The same of every activation statistic."""
+        return [one for site in self.sites for one in self._moved(site)]
 
     @property
     def moved_first_module(self) -> tuple[str, float] | None:
         """The same of the first module alone."""
-        return self._moved(self.sites[0]) if self.sites else None
+        return max(self._moved(self.sites[0]), key=lambda pair: pair[1], default=None) if self.sites else None
 
-    def _moved(self, site: str) -> tuple[str, float] | None:
+    def _moved(self, site: str) -> list[tuple[str, float]]:
         found = []
         for statistic in _ACTIVATIONS:
             name = f"act/{site}/{statistic}"
@@ -388,7 +400,7 @@ class View:
             z = trends.moved(self.before(name, 100) + shift, self.near(name, 0) + shift)
             if z is not None:
                 found.append((name, z))
-        return max(found, key=lambda pair: pair[1], default=None)
+        return found
 
     def batch(self) -> tuple[MicroBatch, ...]:
         """The micro-batches of the onset."""
