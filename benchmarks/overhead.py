@@ -44,6 +44,7 @@ import trackbridge
 from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
 from trackbridge.probes.outputs import first_tensor
+from trackbridge.probes.site_statistics import SOME, given_stride, is_large
 from trackbridge.probes.sites import choose
 
 EVERYTHING: dict[str, Any] = {
@@ -56,6 +57,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "channels every step": {"channels_every": 1},
     "logits every 10th step": {"attention_every": 10},
     "logits every step": {"attention_every": 1},
+    "every token": {"tokens": 1},
     "every 7th token": {"tokens": 7},
     "no activations": {"sites": "none", "embedding_rows": 0},
 }
@@ -244,13 +246,16 @@ def bandwidth(device: str) -> float:
 
 def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     """Bytes of one step that default or full statistics are a function of, each read once, averaged over the cadence."""
-    outputs: list[int] = []
+    outputs: list[float] = []
+    config = ActivationsConfig(**settings.get("activations", {}))
+    dear = case.forward is not case.model or not case.data[0].is_cuda
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = first_tensor(output)
-        outputs.append(0 if tensor is None else tensor.nbytes)
+        if tensor is not None:
+            outputs.append(tensor.nbytes / (given_stride(config) or (SOME if dear and is_large(tensor) else 1)))
 
-    sites = choose(case.model, ActivationsConfig(**settings.get("activations", {})))
+    sites = choose(case.model, config)
     hooks = [module.register_forward_hook(note) for _, module in sites]
     tokens = case.data[0]
     with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=case.autocast):

@@ -192,6 +192,23 @@ def test_of_a_large_output_some_tokens_unless_told_otherwise(mode: str, tokens: 
         assert found[f"act/{name}/channel_kurtosis"] == pytest.approx(truth(x), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+def test_a_length_that_a_graph_leaves_open_gets_no_guard() -> None:
+    """A guard would compile again where an output becomes large, or refuse a range that the user has promised."""
+    torch._dynamo.reset()
+    model, graphs = Stack("plain"), []
+    run = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    lab = Lab(run, sgd(model))
+    for count in (17_000, 100):
+        words = torch.randint(0, 16, (1, count), generator=torch.Generator().manual_seed(0))
+        torch._dynamo.mark_dynamic(words, 1, min=2, max=100_000)
+        run(words).sum().backward()
+        found = lab.close()
+        for name, x in outputs(model, words).items():
+            assert found[f"act/{name}/rms"] == pytest.approx(x.double().square().mean().sqrt().item(), rel=1e-6)
+    assert len(graphs) == 1
+
+
 def test_the_stated_error_of_some_tokens() -> None:
     """docs/statistics.md: the standard error of a mean over n of all elements is std / sqrt(n)."""
     generator = torch.Generator().manual_seed(0)

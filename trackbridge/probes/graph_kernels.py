@@ -5,6 +5,7 @@ Imported only where CUDA and Triton are.
 
 Of many tokens they get every seventh, see `site_statistics`: the compiler adds up the residual stream of a transformer anew in
 each kernel rather than write it to memory, and to read it all would have it written.
+No number of programs depends on how long an output is: where its length is not fixed, the compiler would guard it.
 Moments and channels are one kernel, though most steps have no channels: a launch costs the training thread some 20 us.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from trackbridge.probes.channel_kernels import CELLS, COLUMNS, add_block, grid_for
-from trackbridge.probes.observe_kernels import FIELDS, ROWS, WARPS, observe_all, observe_part, programs_for
+from trackbridge.probes.observe_kernels import FIELDS, ROWS, WARPS, observe_all, observe_part
 
 FEW = 32  # tokens whose channels a program squares at once: few, or the moments' programs have no registers
 
@@ -43,7 +44,7 @@ def _observe_with_channels(
 def observe_graph(y: Tensor, cells: Tensor, slab: Tensor, site: int, gate: int) -> None:
     """Merge the moments of `y` into the cells of `site` if ``slab[gate]`` is set."""
     y, vector, programs = y.contiguous(), 16 // y.element_size(), cells.shape[2]
-    wrap_triton(observe_all)[(programs_for(y, cells),)](
+    wrap_triton(observe_all)[(programs,)](
         y, cells, slab, y.numel(), site, gate, FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, num_warps=WARPS
     )
 
@@ -54,9 +55,8 @@ def observe_with_channels_graph(
 ) -> None:
     """`observe_graph`, and the squares of the channels of `x`, shape (tokens, channels), if ``slab[channels_gate]`` is set."""
     x, vector, programs = x.contiguous(), 16 // x.element_size(), cells.shape[2]
-    reading = programs_for(x, cells)
     columns, groups, _ = grid_for(x)
-    wrap_triton(_observe_with_channels)[(reading + columns * groups,)](
-        x, cells, channels, widths, slab, x.numel(), *x.shape, site, gate, channels_gate, reading, columns, groups,
+    wrap_triton(_observe_with_channels)[(programs + columns * groups,)](
+        x, cells, channels, widths, slab, x.numel(), *x.shape, site, gate, channels_gate, programs, columns, groups,
         FIELDS=FIELDS, PROGRAMS=programs, ROWS=ROWS, VECTOR=vector, CELLS=CELLS, COLUMNS=COLUMNS, FEW=FEW, num_warps=WARPS,
     )  # fmt: skip

@@ -77,9 +77,9 @@ def observe_part(
     y, cells, slab, n, site, gate, program, programs,
     FIELDS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Merge every `programs`-th block of a tensor of `n` elements into a cell of the site."""
-    if tl.load(slab + gate) > 0:
-        BLOCK: tl.constexpr = ROWS * VECTOR
+    """Merge every `programs`-th block of a tensor of `n` elements into a cell of the site. Programs may be more than blocks."""
+    BLOCK: tl.constexpr = ROWS * VECTOR
+    if (tl.load(slab + gate) > 0) & (program < tl.cdiv(n, BLOCK)):
         lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
         last = tl.cdiv(n, BLOCK) - 1 - program  # the block at the end may be short
         count = last // programs + 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from trackbridge import names
 from trackbridge.config import ActivationsConfig
@@ -35,7 +36,7 @@ class Sites:
     def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
         self._gates = gates
         self._inside = config.inside_compiled
-        self._stride = None if config.tokens is None else odd_prime(config.tokens)
+        self._stride = given_stride(config)
         self._channels_every = config.channels_every
         site_names: list[str] = []
         self.targets: list[tuple[nn.Module, nn.Module, Site]] = []
@@ -73,7 +74,7 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.channels is not None and self._gates.due[CHANNELS]
-        stride = self._stride_of(y, dear=self._rows is not None)
+        stride = self._stride or (SOME if self._rows is not None and is_large(y) else 1)
         x = channels.by_channel(y, module) if due or stride > 1 else None
         y, x = some(y, x, stride)
         always = self._gate + ALWAYS
@@ -91,7 +92,7 @@ class Sites:
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable, x = self._readable(y), channels.by_channel(y, module)
-        y, x = some(y, x, self._stride_of(y, dear=True))
+        y, x = some(y, x, self._stride or (SOME if _is_large_in_graph(y) else 1))
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -117,13 +118,6 @@ class Sites:
         kurtosis = stats[channels.NAME]
         known = (kurtosis > 0) & (rows[:, moments.NONFINITE] == 0)
         return np.concatenate((values.reshape(-1), kurtosis)), np.concatenate((present.reshape(-1), known))
-
-    def _stride_of(self, y: Tensor, *, dear: bool) -> int:
-        """Every which token of `y` is looked at. Dear is it on the CPU, which the model needs itself, and in graphs, where the
-        compiler would write an output to memory for us."""
-        if self._stride is not None:
-            return self._stride
-        return SOME if dear and y.dim() > 1 and y.numel() >= MANY else 1
 
     def _readable(self, y: Tensor) -> bool:
         return self.kernels is not None and y.device == self.slab.device and y.dtype in self.kernels.READABLE
@@ -158,6 +152,21 @@ class Site:
         tensor = _activation(output)
         if tensor is not None:
             self.sites.trace(tensor.detach(), self.number, module)
+
+
+def given_stride(config: ActivationsConfig) -> int | None:
+    return None if config.tokens is None else odd_prime(config.tokens)
+
+
+def is_large(y: Tensor) -> bool:
+    """Whether some tokens of `y` are enough where looking is dear: on the CPU, which the model needs itself, and in graphs,
+    where the compiler would write an output to memory for us."""
+    return y.dim() > 1 and y.numel() >= MANY
+
+
+def _is_large_in_graph(y: Tensor) -> bool:
+    """The same without a guard on a length that a graph leaves open; older compilers cannot be asked."""
+    return torch.__version__ >= "2.8" and y.dim() > 1 and statically_known_true(y.numel() >= MANY)
 
 
 def some(y: Tensor, x: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
