@@ -398,7 +398,7 @@ def test_rows_whose_acknowledgement_was_lost_are_stored_once(uri: str, tmp_path:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of twenty points: of `TEN_ROWS` the first is a group of its own, the other nine are one of eight requests."""
-    monkeypatch.setattr(mlflow, "ROOM", 20)
+    monkeypatch.setattr(mlflow.MlflowBackend, "room", 20)
     monkeypatch.setattr(mlflow, "GROUP_SECONDS", 60.0)
 
 

@@ -35,8 +35,6 @@ from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, 
 
 __all__ = ["MlflowBackend", "MlflowConfig", "fetch_capsule"]
 
-ROOM = 999
-"""Points of a request: MLflow takes 1,000 entities, and one may be the tag."""
 GROUP_SECONDS = 3.0
 """How long a group of rows may take, by what the group before it took a request."""
 GROUP_REQUESTS = 32
@@ -122,6 +120,9 @@ class MlflowConfig(BackendConfig):
 class MlflowBackend:
     """See the module. `url` is the page of the run once it is open, None where there is no server."""
 
+    room: ClassVar[int] = 999
+    """Points of a request: MLflow takes 1,000 entities, and one may be the tag."""
+
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._held = -1
@@ -182,7 +183,7 @@ class MlflowBackend:
         first = records[0]
         assert isinstance(first, Row)
         self._run.begin(first.attempt, first.step)
-        most, self._requests = ROOM * self._requests, 1  # until this group was sent
+        most, self._requests = self.room * self._requests, 1  # until this group was sent
         series: dict[str, list[tuple[Row, float]]] = {}
         sent = held = 0
         for record in records:
@@ -229,16 +230,16 @@ class MlflowBackend:
             self._laid_out = self._run.charts(self._series)
 
     def _send_all(self, points: Iterator[tuple[int, Any]], complete: int, until: float, refused: dict[int, str]) -> int:
-        """In requests of `ROOM` points. Returns how many there were. Raises `RetryLater` when it is later than `until`.
+        """In requests of `room` points. Returns how many there were. Raises `RetryLater` when it is later than `until`.
 
         A server gets two at a time: while it stores one, MLflow's client encodes the next. Their order does not matter:
         the last one is sent when the others are safe, and it alone has the tag that says so."""
-        some = list(islice(points, ROOM))
+        some = list(islice(points, self.room))
         count = 0
         with ThreadPoolExecutor(IN_FLIGHT if mlflow_calls.is_http(self._config.uri) else 1) as pool:
             flying: deque[Future[None]] = deque()
             while some:
-                some, now = list(islice(points, ROOM)), some
+                some, now = list(islice(points, self.room)), some
                 while flying and (len(flying) >= IN_FLIGHT or not some):
                     flying.popleft().result()
                 if count and time.monotonic() > until:
