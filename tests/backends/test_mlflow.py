@@ -427,6 +427,26 @@ def test_a_group_of_rows_is_held_only_when_all_its_requests_were_taken(
     TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(TEN_ROWS))
 
 
+def test_after_a_failure_requests_are_small_for_a_while(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)).build()
+    backend.open(run_info(tmp_path))
+    log_batch, sizes = backend._run.client.log_batch, []
+
+    def counted(*given: Any, metrics: Any = (), **more: Any) -> None:
+        if metrics:
+            sizes.append(len(metrics))
+            if len(sizes) == 1:
+                raise ConnectionResetError
+        log_batch(*given, metrics=metrics, **more)
+
+    monkeypatch.setattr(backend._run.client, "log_batch", counted)
+    records = rows(range(4), [f"x{i}" for i in range(498)])
+    with pytest.raises(RetryLater):
+        backend.write(records, timeout=60)
+    assert backend.write(records, timeout=60) == 3
+    assert sizes[:7] == [500, 100, 100, 100, 100, 100, 400]
+
+
 @pytest.mark.usefixtures("small")
 def test_the_tag_travels_when_all_that_it_tells_of_is_safe(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,8 +37,11 @@ __all__ = ["MlflowBackend", "MlflowConfig", "fetch_capsule"]
 
 GROUP_SECONDS = 3.0
 """How long a group of rows may take, by what the group before it took a request."""
-GROUP_REQUESTS = 32
-"""The most requests of a group."""
+GROUP_REQUESTS = 8
+"""The most requests of a group: all are sent again when one of them fails."""
+CAUTIOUS = 100
+"""Points of a request after a failure. What is there already, a server on SQLite seeks in the whole run, once for each hundred
+points: it answers a request of a thousand too late then, and would again."""
 IN_FLIGHT = 2
 _INT64 = 2**63
 
@@ -121,7 +124,7 @@ class MlflowBackend:
     """See the module. `url` is the page of the run once it is open, None where there is no server."""
 
     room: ClassVar[int] = 999
-    """Points of a request: MLflow takes 1,000 entities, and one may be the tag."""
+    """The most points of a request: MLflow takes 1,000 entities, and one may be the tag."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
@@ -141,7 +144,7 @@ class MlflowBackend:
         self._held = int(self._run.tags.get(SEQ, "-1"))
         self._series: set[str] = set()
         self._charted, self._laid_out = 0, True
-        self._requests = 1
+        self._room, self._requests = self.room, 1
         if mlflow_calls.is_http(uri):
             page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"
             self.url = f"{mlflow_calls.public(uri).rstrip('/')}/{page}"
@@ -153,7 +156,7 @@ class MlflowBackend:
         waiting = [record for record in batch if record.seq > self._held]
         while waiting:
             if isinstance(waiting[0], Row):
-                done = self._rows(waiting, deadline, refused)
+                done = self._rows(waiting, timeout, deadline, refused)
             else:
                 done = 1
                 self._other(waiting[0], deadline, refused)
@@ -177,13 +180,14 @@ class MlflowBackend:
 
     # -- rows
 
-    def _rows(self, records: Sequence[Record], deadline: float, refused: dict[int, str]) -> int:
+    def _rows(self, records: Sequence[Record], timeout: float, deadline: float, refused: dict[int, str]) -> int:
         """Send a group of the rows that `records` begins with: at least one, none of another attempt, none after another
-        kind of record. Returns how many. Raises `RetryLater` at the deadline; the next group is then the smallest there is."""
+        kind of record; none after the deadline. Returns how many. Raises `RetryLater` when that takes `timeout` seconds."""
         first = records[0]
         assert isinstance(first, Row)
         self._run.begin(first.attempt, first.step)
-        most, self._requests = self.room * self._requests, 1  # until this group was sent
+        room, most = self._room, self._room * self._requests
+        self._room, self._requests = min(self.room, CAUTIOUS), 1  # until this group was sent
         series: dict[str, list[tuple[Row, float]]] = {}
         sent = held = 0
         for record in records:
@@ -196,11 +200,11 @@ class MlflowBackend:
                 refused[record.seq] = f"time {record.time} or step {record.step} is outside of what MLflow stores"
                 continue
             held += self._add(record, series)
-        until = deadline if sent > 1 else math.inf  # a row that is too much for the time given is sent all the same
-        begun, count = time.monotonic(), self._send_all(self._points(series), records[sent - 1].seq, until, refused)
-        if count:
-            each = max((time.monotonic() - begun) / count, 1e-3)
-            self._requests = min(max(int(GROUP_SECONDS / each), 1), GROUP_REQUESTS)
+        begun = time.monotonic()
+        until = begun + timeout if sent > 1 else math.inf  # a row that is too much for the time given is sent all the same
+        count = self._send_all(self._points(series), room, records[sent - 1].seq, until, refused)
+        each = max((time.monotonic() - begun) / max(count, 1), 1e-3)
+        self._room, self._requests = min(4 * room, self.room), min(max(int(GROUP_SECONDS / each), 1), GROUP_REQUESTS)
         if not self._charted:
             self._lay_out()
         return sent
@@ -229,17 +233,19 @@ class MlflowBackend:
             self._charted = len(self._series)
             self._laid_out = self._run.charts(self._series)
 
-    def _send_all(self, points: Iterator[tuple[int, Any]], complete: int, until: float, refused: dict[int, str]) -> int:
+    def _send_all(
+        self, points: Iterator[tuple[int, Any]], room: int, complete: int, until: float, refused: dict[int, str]
+    ) -> int:
         """In requests of `room` points. Returns how many there were. Raises `RetryLater` when it is later than `until`.
 
         A server gets two at a time: while it stores one, MLflow's client encodes the next. Their order does not matter:
         the last one is sent when the others are safe, and it alone has the tag that says so."""
-        some = list(islice(points, self.room))
+        some = list(islice(points, room))
         count = 0
         with ThreadPoolExecutor(IN_FLIGHT if mlflow_calls.is_http(self._config.uri) else 1) as pool:
             flying: deque[Future[None]] = deque()
             while some:
-                some, now = list(islice(points, self.room)), some
+                some, now = list(islice(points, room)), some
                 while flying and (len(flying) >= IN_FLIGHT or not some):
                     flying.popleft().result()
                 if count and time.monotonic() > until:
