@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias
 
 from trackbridge import names
@@ -60,13 +61,18 @@ class Panel:
 
     def draws(self, series: str) -> bool:
         """Whether `series`, as a run calls it, is in this panel. A rank's own share of it (``_local``) is."""
-        return bool(self.series) and re.fullmatch(self.regex, series) is not None
+        return bool(self.series) and _pattern(self).fullmatch(series) is not None
 
     def members(self, present: Iterable[str]) -> list[str]:
         """Those of `present` that it draws: the panel's own order, then that of `present`."""
         order = {series: place for place, series in enumerate(self.series)}
         drawn = [series for series in present if self.draws(series)]
         return sorted(drawn, key=lambda series: order.get(series.removesuffix(names.LOCAL), len(order)))
+
+
+@cache
+def _pattern(panel: Panel) -> re.Pattern[str]:
+    return re.compile(panel.regex)
 
 
 @dataclass(frozen=True, slots=True)

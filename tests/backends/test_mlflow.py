@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,10 +14,12 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.disk import full_disk
-from trackbridge.backends import mlflow_names
+from trackbridge.backends import mlflow, mlflow_names
 from trackbridge.backends.mlflow import MlflowConfig, fetch_capsule
 from trackbridge.backends.resolve import resolve
 from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError
@@ -373,7 +376,7 @@ def test_as_few_requests_as_there_can_be(database: str, tmp_path: Path, monkeypa
         log_batch(run, metrics=metrics, tags=tags, **more),
     )
     backend.write(rows(range(30), [f"x{i}" for i in range(98)]), timeout=60)
-    assert sizes == [999, 999, 999, 3], "30 rows of 98 series and 2 of ours"
+    assert sizes == [900, 999, 999, 102], "30 rows of 98 series and 2 of ours: first what one request holds, then the rest"
 
 
 def test_rows_whose_acknowledgement_was_lost_are_stored_once(uri: str, tmp_path: Path) -> None:
@@ -392,24 +395,99 @@ def test_rows_whose_acknowledgement_was_lost_are_stored_once(uri: str, tmp_path:
     assert not any(back.superseded.values())
 
 
-def test_a_row_is_held_only_when_all_its_requests_were_taken(database: str, tmp_path: Path) -> None:
-    config, run = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)), run_info(tmp_path)
-    records = rows(range(2), [f"x{i}" for i in range(700)])
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of twenty points: of `TEN_ROWS` the first is a group of its own, the other nine are one of eight requests."""
+    monkeypatch.setattr(mlflow.MlflowBackend, "room", 20)
+    monkeypatch.setattr(mlflow, "GROUP_SECONDS", 60.0)
+
+
+TEN_ROWS = rows(range(10), [f"x{i}" for i in range(14)])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("failing", range(8))
+def test_a_group_of_rows_is_held_only_when_all_its_requests_were_taken(
+    server: Server, tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = MlflowConfig(tracking_uri=server.uri, experiment=str(tmp_path)), run_info(tmp_path)
     backend: Any = config.build()
     backend.open(run)
-    log_batch, calls = backend._run.client.log_batch, []
+    log_batch, calls = backend._run.client.log_batch, itertools.count()
 
-    def second_fails(*given: Any, metrics: Any = (), **more: Any) -> None:
-        calls.extend([1] if metrics else [])
-        if len(calls) == 2:
+    def one_fails(*given: Any, metrics: Any = (), **more: Any) -> None:
+        if metrics and next(calls) == 1 + failing:
             raise ConnectionResetError
         log_batch(*given, metrics=metrics, **more)
 
-    backend._run.client.log_batch = second_fails
+    monkeypatch.setattr(backend._run.client, "log_batch", one_fails)
     with pytest.raises(RetryLater):
-        backend.write(records, timeout=30)
-    assert TestDatabase().ship(config, run, records, None) == 0, "the second row was cut by the request's limit"
-    TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(records))
+        backend.write(TEN_ROWS, timeout=60)
+    assert TestDatabase().ship(config, run, TEN_ROWS, None) == 0, "the tag told of rows that are not all there"
+    TestDatabase().assert_series(read_back(config, run).series, TestDatabase().expected(TEN_ROWS))
+
+
+def test_after_a_failure_requests_are_small_for_a_while(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)).build()
+    backend.open(run_info(tmp_path))
+    log_batch, sizes = backend._run.client.log_batch, []
+
+    def counted(*given: Any, metrics: Any = (), **more: Any) -> None:
+        if metrics:
+            sizes.append(len(metrics))
+            if len(sizes) == 1:
+                raise ConnectionResetError
+        log_batch(*given, metrics=metrics, **more)
+
+    monkeypatch.setattr(backend._run.client, "log_batch", counted)
+    records = rows(range(4), [f"x{i}" for i in range(498)])
+    with pytest.raises(RetryLater):
+        backend.write(records, timeout=60)
+    assert backend.write(records, timeout=60) == 3
+    assert sizes[:7] == [500, 100, 100, 100, 100, 100, 400]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_tag_travels_when_all_that_it_tells_of_is_safe(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = MlflowConfig(tracking_uri=server.uri, experiment=str(tmp_path)).build()
+    backend.open(run_info(tmp_path))
+    log_batch, flying, most = backend._run.client.log_batch, Counter[str](), Counter[str]()
+
+    def counted(*given: Any, metrics: Any = (), tags: Any = (), **more: Any) -> None:
+        what = "points" if metrics and not tags else "points and tag" if metrics else "tags"
+        flying[what] += 1
+        most[what] = max(most[what], flying.total())
+        log_batch(*given, metrics=metrics, tags=tags, **more)
+        flying[what] -= 1
+
+    monkeypatch.setattr(backend._run.client, "log_batch", counted)
+    assert backend.write(TEN_ROWS, timeout=60) == 9
+    assert most["points"] == 2, "a server gets two requests at a time"
+    assert most["points and tag"] == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_group_that_takes_too_long_is_sent_in_smaller_ones(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock jumps at each request of the second group by more than the time that a write is given."""
+    backend: Any = MlflowConfig(tracking_uri=database, experiment=str(tmp_path)).build()
+    backend.open(run_info(tmp_path))
+    log_batch, requests, late = backend._run.client.log_batch, itertools.count(), 0.0
+
+    def slow(*given: Any, metrics: Any = (), **more: Any) -> None:
+        nonlocal late
+        late += 100.0 if metrics and next(requests) else 0.0
+        log_batch(*given, metrics=metrics, **more)
+
+    monkeypatch.setattr(mlflow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late))
+    monkeypatch.setattr(backend._run.client, "log_batch", slow)
+    with pytest.raises(RetryLater, match="fewer"):
+        backend.write(TEN_ROWS, timeout=30)
+    held = [backend.write(TEN_ROWS, timeout=30) for _ in range(9)]
+    assert held == list(range(1, 10)), "each write sends at least one row"
 
 
 # -- the run

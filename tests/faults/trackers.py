@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from tests.faults.proxy import MODES, Proxy
 from trackbridge.backends import eventfile
 from trackbridge.backends.base import BackendConfig
+from trackbridge.backends.mlflow import MlflowBackend, MlflowConfig
 from trackbridge.backends.wandb import WandbBackend, WandbConfig
 from trackbridge.backends.wandb_client import Pace, serve
 from trackbridge.backends.wandb_process import Process
@@ -124,6 +125,17 @@ class Tensorboard:
 # -- MLflow
 
 
+class NarrowBackend(MlflowBackend):
+    """Its requests hold so few points that a group of a schedule's narrow rows takes several, as one of a wide run's does."""
+
+    room = 20
+
+
+class NarrowConfig(MlflowConfig):
+    def build(self) -> MlflowBackend:
+        return NarrowBackend(self)
+
+
 class Mlflow:
     """A real `mlflow server` behind a network that breaks, killed and started again now and then."""
 
@@ -139,9 +151,7 @@ class Mlflow:
         self._start()
 
     def config(self, run: RunDirectory) -> BackendConfig:
-        from trackbridge.backends.mlflow import MlflowConfig
-
-        return MlflowConfig(tracking_uri=self.proxy.url, experiment=run.path.name)
+        return NarrowConfig(tracking_uri=self.proxy.url, experiment=run.path.name)
 
     def disturb(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         if rng.random() < self._kills:

@@ -3,8 +3,9 @@
 The run is found by the tag ``trackbridge.run_id`` (clients cannot choose run ids) and created once. MLflow keeps a point per
 (key, timestamp, step, value), so a retry adds nothing, and after a resume both the older and the newer value of a step are
 there; ``trackbridge/attempt`` and ``trackbridge/seq`` at the same timestamp tell which is which. The tag ``trackbridge.seq``,
-written with the last points of a batch, says what is held. SQL stores turn infinities into +-1.797e308: a tag names the
-series that had one.
+written with the last points of a group of rows, says what is held. A group is sent series by series: a server keeps the newest
+point of each series besides, and a request of a thousand points of few series costs it less than two steps of hundreds. SQL
+stores turn infinities into +-1.797e308: a tag names the series that had one.
 
 Artifacts go to ``<artifact name>/...``, the manifest last; a tag ``trackbridge.artifact.<name>`` says that all of it is there.
 A later artifact of the same name replaces the files. The run's description ends with the newest anomaly, all of them are a
@@ -15,7 +16,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -26,12 +30,19 @@ from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.mlflow_calls import Refused
 from trackbridge.backends.mlflow_fetch import fetch_capsule
 from trackbridge.backends.mlflow_run import SEQ, MlflowRun, Theirs, milliseconds
-from trackbridge.errors import Rejected
+from trackbridge.errors import Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 
 __all__ = ["MlflowBackend", "MlflowConfig", "fetch_capsule"]
 
-REQUEST_ENTITIES = 1000
+GROUP_SECONDS = 3.0
+"""How long a group of rows may take, by what the group before it took a request."""
+GROUP_REQUESTS = 8
+"""The most requests of a group: all are sent again when one of them fails."""
+CAUTIOUS = 100
+"""Points of a request after a failure. What is there already, a server on SQLite seeks in the whole run, once for each hundred
+points: it answers a request of a thousand too late then, and would again."""
+IN_FLIGHT = 2
 _INT64 = 2**63
 
 
@@ -112,6 +123,9 @@ class MlflowConfig(BackendConfig):
 class MlflowBackend:
     """See the module. `url` is the page of the run once it is open, None where there is no server."""
 
+    room: ClassVar[int] = 999
+    """The most points of a request: MLflow takes 1,000 entities, and one may be the tag."""
+
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
         self._held = -1
@@ -130,6 +144,7 @@ class MlflowBackend:
         self._held = int(self._run.tags.get(SEQ, "-1"))
         self._series: set[str] = set()
         self._charted, self._laid_out = 0, True
+        self._room, self._requests = self.room, 1
         if mlflow_calls.is_http(uri):
             page = f"#/experiments/{self._run.experiment}/runs/{self._run.id}"
             self.url = f"{mlflow_calls.public(uri).rstrip('/')}/{page}"
@@ -141,7 +156,7 @@ class MlflowBackend:
         waiting = [record for record in batch if record.seq > self._held]
         while waiting:
             if isinstance(waiting[0], Row):
-                done = self._rows(waiting, deadline, refused)
+                done = self._rows(waiting, timeout, deadline, refused)
             else:
                 done = 1
                 self._other(waiting[0], deadline, refused)
@@ -165,33 +180,52 @@ class MlflowBackend:
 
     # -- rows
 
-    def _rows(self, records: Sequence[Record], deadline: float, refused: dict[int, str]) -> int:
-        """Send the rows that `records` begins with, in as few requests as there can be. Stops at another kind of record, at
-        another attempt, at a refusal and, after at least one row, at the deadline. Returns how many rows were sent."""
+    def _rows(self, records: Sequence[Record], timeout: float, deadline: float, refused: dict[int, str]) -> int:
+        """Send a group of the rows that `records` begins with: at least one, none of another attempt, none after another
+        kind of record; none after the deadline. Returns how many. Raises `RetryLater` when that takes `timeout` seconds."""
         first = records[0]
         assert isinstance(first, Row)
         self._run.begin(first.attempt, first.step)
-        room = REQUEST_ENTITIES - 1  # and the tag
-        points: list[tuple[int, Any]] = []
-        sent = 0
+        room, most = self._room, self._room * self._requests
+        self._room, self._requests = min(self.room, CAUTIOUS), 1  # until this group was sent
+        series: dict[str, list[tuple[Row, float]]] = {}
+        sent = held = 0
         for record in records:
-            if not isinstance(record, Row) or record.attempt != first.attempt or refused:
+            if not isinstance(record, Row) or record.attempt != first.attempt:
                 break
-            if sent and time.monotonic() > deadline:
+            if sent and (held + len(record.values) + 2 > most or time.monotonic() > deadline):
                 break
             sent += 1
             if not _fits(record):
                 refused[record.seq] = f"time {record.time} or step {record.step} is outside of what MLflow stores"
                 continue
-            points += [(record.seq, metric) for metric in self._metrics(record)]
-            while len(points) >= room:
-                some, points = points[:room], points[room:]
-                self._send(some, record.seq - bool(points), refused)  # what is left belongs to this row
-        if points:
-            self._send(points, points[-1][0], refused)
+            held += self._add(record, series)
+        begun = time.monotonic()
+        until = begun + timeout if sent > 1 else math.inf  # a row that is too much for the time given is sent all the same
+        count = self._send_all(self._points(series), room, records[sent - 1].seq, until, refused)
+        each = max((time.monotonic() - begun) / max(count, 1), 1e-3)
+        self._room, self._requests = min(4 * room, self.room), min(max(int(GROUP_SECONDS / each), 1), GROUP_REQUESTS)
         if not self._charted:
             self._lay_out()
         return sent
+
+    def _add(self, row: Row, series: dict[str, list[tuple[Row, float]]]) -> int:
+        """Sort the row's values, and two of ours, into `series`; returns how many they are."""
+        self._series.update(row.schema.names)
+        values = {names.SEQ: float(row.seq), names.ATTEMPT: float(row.attempt), **dict(row.items())}
+        for name, value in values.items():
+            if math.isinf(value):
+                self._infinite(name, value, row.step)
+            series.setdefault(name, []).append((row, value))
+        return len(values)
+
+    def _points(self, series: Mapping[str, list[tuple[Row, float]]]) -> Iterator[tuple[int, Any]]:
+        from mlflow.entities import Metric
+
+        for name, values in series.items():
+            key = self._run.key(name)
+            for row, value in values:
+                yield row.seq, Metric(key, value, milliseconds(row.time), row.step)
 
     def _lay_out(self) -> None:
         """The charts, once the first rows tell what there is to draw, and at the end for what came later or did not work."""
@@ -199,16 +233,28 @@ class MlflowBackend:
             self._charted = len(self._series)
             self._laid_out = self._run.charts(self._series)
 
-    def _metrics(self, row: Row) -> Iterator[Any]:
-        from mlflow.entities import Metric
+    def _send_all(
+        self, points: Iterator[tuple[int, Any]], room: int, complete: int, until: float, refused: dict[int, str]
+    ) -> int:
+        """In requests of `room` points. Returns how many there were. Raises `RetryLater` when it is later than `until`.
 
-        when = milliseconds(row.time)
-        own = {names.SEQ: float(row.seq), names.ATTEMPT: float(row.attempt)}
-        self._series.update(row.schema.names)
-        for name, value in {**own, **dict(row.items())}.items():
-            if math.isinf(value):
-                self._infinite(name, value, row.step)
-            yield Metric(self._run.key(name), value, when, row.step)
+        A server gets two at a time: while it stores one, MLflow's client encodes the next. Their order does not matter:
+        the last one is sent when the others are safe, and it alone has the tag that says so."""
+        some = list(islice(points, room))
+        count = 0
+        with ThreadPoolExecutor(IN_FLIGHT if mlflow_calls.is_http(self._config.uri) else 1) as pool:
+            flying: deque[Future[None]] = deque()
+            while some:
+                some, now = list(islice(points, room)), some
+                while flying and (len(flying) >= IN_FLIGHT or not some):
+                    flying.popleft().result()
+                if count and time.monotonic() > until:
+                    raise RetryLater(0.0, "sending rows takes longer than the time given; fewer are sent at the next try")
+                flying.append(pool.submit(self._send, now, self._held if some else complete, refused))
+                count += 1
+            if flying:
+                flying.pop().result()
+        return count
 
     def _infinite(self, name: str, value: float, step: int) -> None:
         tag = mlflow_names.key(f"trackbridge.infinite.{name}")
