@@ -24,8 +24,10 @@ def lr_discontinuity(view: View, case: Case) -> None:
         if not case.supports:  # a monitor may have seen more
             case.against(SOLID, "train/lr is smooth around the onset")
         return
-    case.add(STRONG, f"train/lr rose {times(factor)} at step {step}, {in_steps(view.onset - step)} before the onset")
-    before = view.series("train/lr")[1][view.series("train/lr")[0] < step]
+    side = "before" if step <= view.onset else "after"
+    case.add(STRONG, f"train/lr rose {times(factor)} at step {step}, {in_steps(abs(view.onset - step))} {side} the onset")
+    steps, rates = view.finite("train/lr")
+    before = rates[steps < step]
     if len(before) and factor * before[-1] > 1.2 * before.max():
         case.add(SOLID, "to more than it had ever been")
     moved = view.rise("optim/update_ratio", 10)
@@ -122,7 +124,7 @@ def optimizer_state_lost(view: View, case: Case) -> None:
 
 def _fall(view: View, name: str) -> tuple[float, int] | None:
     """(ratio, step) of the deepest fall between two measurements near the onset."""
-    steps, values = view.series(name)
+    steps, values = view.finite(name)
     near = np.flatnonzero((steps >= view.onset - 30) & (steps <= view.anomaly.step + 10))
     near = near[near > 0]
     if not len(near):
@@ -138,7 +140,12 @@ def _moment_falls(view: View) -> tuple[float, int, int] | None:
     found = [fall for name in names if (fall := _fall(view, name)) is not None]
     if not found:
         return None
-    return float(np.median([ratio for ratio, _ in found])), min(found)[1], len(found)
+    return _upper_median([ratio for ratio, _ in found]), min(found)[1], len(found)
+
+
+def _upper_median(ratios: list[float]) -> float:
+    """What more than half of `ratios` are at most: of two layers one is not most."""
+    return float(np.quantile(ratios, 0.5, method="higher"))
 
 
 @rule("stale-second-moment", intervention="reset-momentum")
@@ -153,17 +160,18 @@ def stale_second_moment(view: View, case: Case) -> None:
     falls: list[float] = []
     for name in view.family("layer/", "/exp_avg_sq_norm"):
         layer = name.removesuffix("/exp_avg_sq_norm")
-        steps, values = view.series(name)
+        steps, values = view.finite(name)
         base, recent = values[steps < view.onset - 30], values[(steps >= view.onset - 30) & (steps <= view.onset + 10)]
+        usual = float(np.median(base[-8:])) if len(base) > 1 else 0.0
         gradient = view.rise(f"{layer}/grad_norm", 4)
-        if len(base) < 2 or not len(recent) or np.median(base) <= 0 or gradient is None:
+        if usual <= 0 or not len(recent) or gradient is None:
             continue
-        fall = float(recent.min() / np.median(base[-8:]))
+        fall = float(recent.min()) / usual
         sudden = _fall(view, name)
         falls.append(fall)
         if fall < 0.2 or (sudden is not None and sudden[0] < _STALE):
             found.append((fall, layer, gradient))
-    if not found or float(np.median(falls)) < 0.5:  # all layers at once is a lost state, not a stale one
+    if not found or _upper_median(falls) < 0.5:  # all layers at once is a lost state, not a stale one
         return
     fall, layer, gradient = min(found)
     case.add(

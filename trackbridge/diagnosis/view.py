@@ -70,7 +70,7 @@ class View:
     def series(self, name: str) -> tuple[IntArray, FloatArray]:
         """(steps, values) of one series; both empty when the record does not have it."""
         if name not in self._series:
-            places = {id(r.schema): r.schema.names.index(name) for r in self.rows if name in self._sets[id(r.schema)]}
+            places = {schema: columns[name] for schema, columns in self._columns.items() if name in columns}
             found = [(row.step, row.values[places[id(row.schema)]]) for row in self.rows if id(row.schema) in places]
             self._series[name] = (
                 np.array([step for step, _ in found], np.int64),
@@ -79,13 +79,21 @@ class View:
         return self._series[name]
 
     @cached_property
-    def _sets(self) -> dict[int, frozenset[str]]:
-        return {id(row.schema): frozenset(row.schema.names) for row in self.rows}
+    def _columns(self) -> dict[int, dict[str, int]]:
+        """{id of a schema: {series: its place in a row}}: of thousands of layers no series is searched for."""
+        schemas = {id(row.schema): row.schema for row in self.rows}
+        return {key: {name: place for place, name in enumerate(schema.names)} for key, schema in schemas.items()}
+
+    def finite(self, name: str) -> tuple[IntArray, FloatArray]:
+        """`series` without what is not finite."""
+        steps, values = self.series(name)
+        ok = np.isfinite(values)
+        return steps[ok], values[ok]
 
     def before(self, name: str, last: int | None = None) -> FloatArray:
         """Finite values before the onset, oldest first; only the `last` ones if given."""
-        steps, values = self.series(name)
-        found = values[(steps < self.onset) & np.isfinite(values)]
+        steps, values = self.finite(name)
+        found = values[steps < self.onset]
         return found if last is None else found[-last:]
 
     def near(self, name: str, after: int = 2) -> FloatArray:
@@ -223,7 +231,7 @@ class View:
     def lr_jump(self) -> tuple[float, int] | None:
         """(factor, step) of the largest change of the learning rate near the onset, beyond its usual change, in one step or in
         a few; None if the record has no learning rate. 1.0 is no jump."""
-        steps, rates = self.series("train/lr")
+        steps, rates = self.finite("train/lr")
         if len(steps) < 3:
             return None
         climb = trends.climb(steps, rates, self.onset, self.anomaly.step + LATER)
@@ -302,16 +310,19 @@ class View:
         """In the model's order."""
         return list(dict.fromkeys(n[6:].rpartition("/")[0] for n in self.names if n.startswith("layer/")))
 
-    def is_output(self, name: str) -> bool:
-        """The series `name` is of the output layer: by its name or, where no parameter has such a name, by its place: the last
-        weight, if it is no normalisation's and of no numbered block."""
-        if is_head(name):
-            return True
+    @cached_property
+    def _last_layer(self) -> str:
+        """The output layer by its place, where no parameter has such a name: that of the last weight, if it is no
+        normalisation's and of no numbered block; "" if there is none."""
         if any(is_head(parameter) for parameter in self.parameters):
-            return False
+            return ""
         last = next((p.rpartition(".")[0] for p in reversed(self.parameters) if p.endswith(".weight") and not is_norm(p)), "")
-        numbered = any(part.isdigit() for part in last.split("."))
-        return bool(last) and not numbered and name.partition("/")[2].startswith((f"{last}.", f"{last}/"))
+        return "" if any(part.isdigit() for part in last.split(".")) else last
+
+    def is_output(self, name: str) -> bool:
+        """The series `name` is of the output layer: by its name or by its place."""
+        last = self._last_layer
+        return is_head(name) or (bool(last) and name.partition("/")[2].startswith((f"{last}.", f"{last}/")))
 
     def is_outer(self, name: str) -> bool:
         """The series `name` is of an embedding or of the output layer."""
