@@ -44,7 +44,7 @@ import trackbridge
 from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
 from trackbridge.probes.outputs import first_tensor
-from trackbridge.probes.site_statistics import SOME, given_stride, is_large
+from trackbridge.probes.site_statistics import SOME, is_large, odd_prime, stride
 from trackbridge.probes.sites import choose
 
 EVERYTHING: dict[str, Any] = {
@@ -253,7 +253,8 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            outputs.append(tensor.nbytes / (given_stride(config) or (SOME if dear and is_large(tensor) else 1)))
+            least = odd_prime(config.tokens) if config.tokens else SOME if dear and is_large(tensor) else 1
+            outputs.append(tensor.nbytes / stride(least, tensor.shape[1:-1]))
 
     sites = choose(case.model, config)
     hooks = [module.register_forward_hook(note) for _, module in sites]

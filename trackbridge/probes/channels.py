@@ -28,11 +28,22 @@ LEAST = 1e-30  # mean square below which float32 has lost digits
 def by_channel(y: Tensor, module: nn.Module) -> Tensor | None:
     """`y` as (tokens, channels): the last dimension has the channels, after a convolution the second. None where that is not
     known (images from a composite module) or there are fewer than two of them."""
-    if y.dim() > 2 and isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm)):
+    if _second(y, module):
         y = y.movedim(1, -1)
     elif not 2 <= y.dim() <= 3:
         return None
     return y.reshape(-1, y.shape[-1]) if 2 <= y.shape[-1] <= WIDEST else None
+
+
+def inner_lengths(y: Tensor, x: Tensor | None, module: nn.Module) -> torch.Size:
+    """The lengths of `y` that its tokens run over, but for the outermost, in whose place a batch may be or a whole sequence;
+    `x` is `y` by channel, without which the last dimension is a token."""
+    return y.shape[2:] if x is not None and _second(y, module) else y.shape[1:-1]
+
+
+def _second(y: Tensor, module: nn.Module) -> bool:
+    """Whether the channels of `y` are its second dimension."""
+    return y.dim() > 2 and isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm))
 
 
 def widest(modules: Iterable[nn.Module]) -> int:

@@ -3,7 +3,7 @@
 """What a `torch.compile` graph does to observe an output: operations that the compiler knows, so that it keeps one graph.
 Imported only where CUDA and Triton are.
 
-Of many tokens they get every seventh, see `site_statistics`: the compiler adds up the residual stream of a transformer anew in
+Of many tokens they get some, see `site_statistics`: the compiler adds up the residual stream of a transformer anew in
 each kernel rather than write it to memory, and to read it all would have it written.
 No number of programs depends on how long an output is: where its length is not fixed, the compiler would guard it.
 Moments and channels are one kernel, though most steps have no channels: a launch costs the training thread some 20 us.

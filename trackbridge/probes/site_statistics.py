@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ logger = logging.getLogger("trackbridge")
 
 SILENT_STEPS = 3
 MANY = 1 << 17  # elements of an output of which every `SOME`-th token is looked at where that is dear, unless told otherwise
-SOME = 7
+SOME = 7  # odd and prime
 STATISTICS = (*moments.STATISTICS, channels.NAME)
 
 
@@ -36,7 +37,7 @@ class Sites:
     def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
         self._gates = gates
         self._inside = config.inside_compiled
-        self._stride = given_stride(config)
+        self._given = None if config.tokens is None else odd_prime(config.tokens)
         self._channels_every = config.channels_every
         site_names: list[str] = []
         self.targets: list[tuple[nn.Module, nn.Module, Site]] = []
@@ -74,9 +75,10 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.channels is not None and self._gates.due[CHANNELS]
-        stride = self._stride or (SOME if self._rows is not None and is_large(y) else 1)
-        x = channels.by_channel(y, module) if due or stride > 1 else None
-        y, x = some(y, x, stride)
+        least = self._given or (SOME if self._rows is not None and is_large(y) else 1)
+        x = channels.by_channel(y, module) if due or least > 1 else None
+        if least > 1:
+            y, x = some(y, x, stride(least, channels.inner_lengths(y, x, module)))
         always = self._gate + ALWAYS
         if self._rows is not None and y.device.type == "cpu":
             moments.add_on_cpu(y, self._rows[site])
@@ -92,7 +94,8 @@ class Sites:
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable, x = self._readable(y), channels.by_channel(y, module)
-        y, x = some(y, x, self._stride or (SOME if _is_large_in_graph(y) else 1))
+        least = self._given or (SOME if is_large(y, surely) else 1)
+        y, x = some(y, x, stride(least, channels.inner_lengths(y, x, module), surely))
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -154,24 +157,34 @@ class Site:
             self.sites.trace(tensor.detach(), self.number, module)
 
 
-def given_stride(config: ActivationsConfig) -> int | None:
-    return None if config.tokens is None else odd_prime(config.tokens)
+Known: TypeAlias = Callable[[Any], bool]
+"""Whether a condition on lengths is true."""
 
 
-def is_large(y: Tensor) -> bool:
+def surely(condition: Any) -> bool:
+    """A condition that is true of every length that a graph leaves open: to look at one would guard it. Older compilers cannot
+    be asked."""
+    return torch.__version__ >= "2.8" and statically_known_true(condition)
+
+
+def is_large(y: Tensor, known: Known = bool) -> bool:
     """Whether some tokens of `y` are enough where looking is dear: on the CPU, which the model needs itself, and in graphs,
     where the compiler would write an output to memory for us."""
-    return y.dim() > 1 and y.numel() >= MANY
+    return y.dim() > 1 and known(y.numel() >= MANY)
 
 
-def _is_large_in_graph(y: Tensor) -> bool:
-    """The same without a guard on a length that a graph leaves open; older compilers cannot be asked."""
-    return torch.__version__ >= "2.8" and y.dim() > 1 and statically_known_true(y.numel() >= MANY)
+def stride(least: int, lengths: Sequence[int], known: Known = bool) -> int:
+    """The first odd prime from `least`, which is one (or 1), of which no length is a multiple. A stride of so many tokens meets
+    all places alike: the first position with its massive activations, the padded edge of an image, whose sides are often
+    multiples of 7."""
+    while least > 1 and any(known(length % least == 0) for length in lengths):
+        least = odd_prime(least + 2)
+    return least
 
 
 def some(y: Tensor, x: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
-    """Every `stride`-th token of an output `y`, and of the same by channel, `x`."""
-    if stride == 1:
+    """Every `stride`-th token of an output `y`, and of the same by channel, `x`. A scalar has no tokens."""
+    if stride == 1 or not y.dim():
         return y, x
     if x is not None:
         x = x[::stride]
@@ -185,8 +198,7 @@ def _activation(output: Any) -> Tensor | None:
 
 
 def odd_prime(least: int) -> int:
-    """The smallest odd prime that is not below `least`; 1 for 1. Sequence lengths are rarely multiples of it, so a stride of
-    so many tokens meets all positions evenly, the first ones with their massive activations among them."""
+    """The smallest odd prime that is not below `least`; 1 for 1. See `stride`."""
     if least == 1:
         return 1
     number = least | 1

@@ -1,0 +1,88 @@
+"""Which tokens of an output are looked at, where not all are: none of its places more than others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.probes.kit import Lab, sgd
+from tests.probes.test_channels import truth
+from trackbridge.probes.site_statistics import stride
+
+
+class Whole(nn.Module):
+    """`part` as a module inside a model, which may be compiled."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.part(x)
+        return y
+
+
+class Sum(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+Modes = pytest.mark.parametrize("mode", ["plain", "compiled"])
+
+
+def watched(part: nn.Module, mode: str, x: Tensor, **config: Any) -> dict[str, float]:
+    torch._dynamo.reset()
+    model = Whole(part)
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if mode == "compiled" else model
+    lab = Lab(run, sgd(model), sites=["part"], **config)
+    run(x).sum().backward()
+    return {name.rpartition("/")[2]: value for name, value in lab.close().items() if name.startswith("act/part/")}
+
+
+@pytest.mark.parametrize(
+    "least, lengths, found",
+    [(1, (7,), 1), (7, (), 7), (7, (1024,), 7), (7, (196,), 11), (7, (77,), 13), (7, (56, 11), 13), (3, (15, 14), 11)],
+)
+def test_no_length_is_a_multiple_of_the_stride(least: int, lengths: tuple[int, ...], found: int) -> None:
+    assert stride(least, lengths) == found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+@Modes
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_an_image_of_seven_by_seven_is_more_than_its_edge(mode: str, memory_format: torch.memory_format) -> None:
+    """Padding makes an edge smaller than the rest; every 7th place of 7 x 7 is the left edge of each row."""
+    torch.manual_seed(0)
+    part = nn.Conv2d(8, 128, 3, padding=1, bias=False)
+    part.weight.data.abs_()
+    x = torch.rand(32, 8, 7, 7).to(memory_format=memory_format)
+    y = part(x).detach()
+    rows = y.movedim(1, -1).reshape(-1, 128)
+    found = watched(part, mode, x)
+    assert found["mean"] == pytest.approx(y.mean().item(), rel=0.02)
+    assert rows[::7].mean().item() < 0.8 * y.mean().item()
+    assert found["mean"] == pytest.approx(rows[::11].double().mean().item(), rel=1e-5)
+    assert found["channel_kurtosis"] == pytest.approx(truth(rows[::11]), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+@Modes
+@pytest.mark.parametrize("tokens, prime", [(None, 13), (7, 13), (2, 3)])
+def test_a_sequence_of_77_is_more_than_every_seventh_position(mode: str, tokens: int | None, prime: int) -> None:
+    part = nn.Linear(32, 32)
+    x = torch.randn(64, 77, 32)
+    rows = part(x).detach().reshape(-1, 32)[::prime]
+    found = watched(part, mode, x, tokens=tokens)
+    assert found["rms"] == pytest.approx(rows.double().square().mean().sqrt().item(), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+@Modes
+def test_a_scalar_has_no_tokens(mode: str) -> None:
+    """A loss that a module returns; sliced, it was an error in the training's compiled forward pass."""
+    part = Sum(4, 4)
+    x = torch.randn(3, 4)
+    assert watched(part, mode, x, tokens=3)["mean"] == pytest.approx(part(x).item(), rel=1e-6)
