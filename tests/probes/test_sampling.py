@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_channels import truth
+from trackbridge.probes.channels import channels_last, every
 from trackbridge.probes.site_statistics import stride
 
 
@@ -86,3 +87,13 @@ def test_a_scalar_has_no_tokens(mode: str) -> None:
     part = Sum(4, 4)
     x = torch.randn(3, 4)
     assert watched(part, mode, x, tokens=3)["mean"] == pytest.approx(part(x).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7, 4), (3, 5, 7), (2, 5, 3, 4, 2)])
+def test_of_an_image_only_the_sample_is_copied(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    y = torch.randn(shape)
+    last = channels_last(y, nn.Conv2d(5, 5, 1))
+    assert last is not None and last.data_ptr() == y.data_ptr() and last.shape == (shape[0], *shape[2:], 5)
+    rows = last.reshape(-1, 5)[::3]
+    monkeypatch.setattr(Tensor, "reshape", None)
+    assert torch.equal(every(last, 3), rows)

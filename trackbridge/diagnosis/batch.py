@@ -202,7 +202,7 @@ def _recorded(micro: MicroBatch) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _kept(micro: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """The tensors of a kept batch as flat arrays, cut at `_ELEMENTS`."""
+    """(tensor, its numbers) of a kept batch."""
     if micro.tensors is None or micro.skeleton is None:
         return
     try:

@@ -26,24 +26,29 @@ LEAST = 1e-30  # mean square below which float32 has lost digits
 
 
 def by_channel(y: Tensor, module: nn.Module) -> Tensor | None:
-    """`y` as (tokens, channels): the last dimension has the channels, after a convolution the second. None where that is not
-    known (images from a composite module) or there are fewer than two of them."""
-    if _second(y, module):
+    """`y` as (tokens, channels), see `channels_last`."""
+    y_last = channels_last(y, module)
+    return None if y_last is None else y_last.reshape(-1, y_last.shape[-1])
+
+
+def channels_last(y: Tensor, module: nn.Module) -> Tensor | None:
+    """`y` seen with its channels as the last dimension, where they are already, but after a convolution the second. None where
+    that is not known (images from a composite module) or there are fewer than two of them."""
+    if y.dim() > 2 and isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm)):
         y = y.movedim(1, -1)
     elif not 2 <= y.dim() <= 3:
         return None
-    return y.reshape(-1, y.shape[-1]) if 2 <= y.shape[-1] <= WIDEST else None
+    return y if 2 <= y.shape[-1] <= WIDEST else None
 
 
-def inner_lengths(y: Tensor, x: Tensor | None, module: nn.Module) -> torch.Size:
-    """The lengths of `y` that its tokens run over, but for the outermost, in whose place a batch may be or a whole sequence;
-    `x` is `y` by channel, without which the last dimension is a token."""
-    return y.shape[2:] if x is not None and _second(y, module) else y.shape[1:-1]
-
-
-def _second(y: Tensor, module: nn.Module) -> bool:
-    """Whether the channels of `y` are its second dimension."""
-    return y.dim() > 2 and isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm))
+def every(y: Tensor, stride: int) -> Tensor:
+    """Every `stride`-th token of `y`, whose last dimension is a token; shape (tokens, that dimension). Of an image that a
+    convolution has put out nothing else is copied; in a graph that is the compiler's business."""
+    if y.dim() < 3 or y.is_contiguous() or torch.compiler.is_compiling():
+        return y.reshape(-1, y.shape[-1])[::stride]
+    y = y.flatten(1, -2)
+    places = torch.arange(0, y.shape[0] * y.shape[1], stride, device=y.device)
+    return y[places // y.shape[1], places % y.shape[1]]
 
 
 def widest(modules: Iterable[nn.Module]) -> int:

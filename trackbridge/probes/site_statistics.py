@@ -76,9 +76,10 @@ class Sites:
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.channels is not None and self._gates.due[CHANNELS]
         least = self._given or (SOME if self._rows is not None and is_large(y) else 1)
-        x = channels.by_channel(y, module) if due or least > 1 else None
         if least > 1:
-            y, x = some(y, x, stride(least, channels.inner_lengths(y, x, module)))
+            y, x = some(y, module, least)
+        else:
+            x = channels.by_channel(y, module) if due else None
         always = self._gate + ALWAYS
         if self._rows is not None and y.device.type == "cpu":
             moments.add_on_cpu(y, self._rows[site])
@@ -93,9 +94,8 @@ class Sites:
         """`add` as operations of a graph; what they do depends on the gates."""
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
-        readable, x = self._readable(y), channels.by_channel(y, module)
-        least = self._given or (SOME if is_large(y, surely) else 1)
-        y, x = some(y, x, stride(least, channels.inner_lengths(y, x, module), surely))
+        readable = self._readable(y)
+        y, x = some(y, module, self._given or (SOME if is_large(y, surely) else 1), surely)
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -182,14 +182,17 @@ def stride(least: int, lengths: Sequence[int], known: Known = bool) -> int:
     return least
 
 
-def some(y: Tensor, x: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
-    """Every `stride`-th token of an output `y`, and of the same by channel, `x`. A scalar has no tokens."""
-    if stride == 1 or not y.dim():
-        return y, x
-    if x is not None:
-        x = x[::stride]
-        return x, x
-    return (y.reshape(-1, y.shape[-1]) if y.dim() > 1 else y)[::stride], None
+def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple[Tensor, Tensor | None]:
+    """Every `stride`-th token of an output `y` of `module`, and the same as (tokens, channels), None where the channels are not
+    known. All of it for a stride of 1."""
+    if least == 1 or not y.dim():  # a scalar has no tokens
+        return y, channels.by_channel(y, module)
+    if y.dim() == 1:
+        return y[::least], None
+    last = channels.channels_last(y, module)
+    tokens = y if last is None else last
+    tokens = channels.every(tokens, stride(least, tokens.shape[1:-1], known))
+    return tokens, None if last is None else tokens
 
 
 def _activation(output: Any) -> Tensor | None:
