@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,3 +98,25 @@ def test_of_an_image_only_the_sample_is_copied(shape: tuple[int, ...], monkeypat
     rows = last.reshape(-1, 5)[::3]
     monkeypatch.setattr(Tensor, "reshape", None)
     assert torch.equal(every(last, 3), rows)
+
+
+class Gives(nn.Linear):
+    """What `give` makes of a linear map."""
+
+    def __init__(self, give: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(4, 4)
+        self.give = give
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.give(super().forward(x))
+
+
+def test_an_imaginary_part_is_read_though_its_sign_is_a_flag() -> None:
+    part = Gives(lambda y: torch.view_as_complex(y.reshape(-1, 2, 2)).conj().imag)
+    x = torch.randn(6, 4)
+    assert part(x).is_neg()
+    assert watched(part, "plain", x)["mean"] == pytest.approx(part(x).mean().item(), rel=1e-5)
+
+
+def test_a_sparse_output_has_no_statistics() -> None:
+    assert not watched(Gives(Tensor.to_sparse), "plain", torch.randn(6, 4))

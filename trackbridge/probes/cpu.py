@@ -100,7 +100,7 @@ def _fold(n: int) -> tuple[int, int]:
 def pieces(flat: Tensor, most: int = PIECE) -> Iterator[Array]:
     """A vector as contiguous float32 or float64 arrays of at most `most` elements, of about the same length."""
     plain = flat.dtype in (torch.float32, torch.float64)
-    whole = flat.detach().numpy() if plain else None
+    whole = flat.detach().resolve_neg().numpy() if plain else None
     n = flat.numel()
     count = -(-n // most)
     length = -(-n // count)

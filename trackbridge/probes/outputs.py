@@ -30,9 +30,10 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def elements(tensor: Tensor) -> Tensor | None:
-    """`tensor`, or the values of a jagged one; None for nested tensors of the old layout, which have no single shape."""
+    """`tensor`, or the values of a jagged one; None for nested tensors of the old layout, which have no single shape, and for
+    sparse ones."""
     if not tensor.is_nested:
-        return tensor
+        return tensor if tensor.layout is torch.strided else None
     return tensor.values() if tensor.layout is torch.jagged else None
 
 
