@@ -242,8 +242,10 @@ def main() -> None:
     def run(asked: tuple[str, str]) -> dict[str, Any]:
         cores = free.get()
         command = [sys.executable, __file__, *sys.argv[1:], "--one", *asked, *map(str, cores)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        free.put(cores)
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        finally:
+            free.put(cores)  # else the next case would wait for them for ever
         one: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         if not options.json:
             print(f"{one['tracker']}, {one['state']}: {line(one)}", flush=True)
