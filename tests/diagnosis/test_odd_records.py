@@ -27,7 +27,7 @@ def weigh(name: str, story: Story, anomaly: Anomaly) -> Case:
 
 
 def test_of_thousands_of_series_none_is_searched_for() -> None:
-    """A search for each of them is quadratic: a diagnosis of 3,000 layers took minutes."""
+    """A search for each of them is quadratic: a diagnosis of 300 layers took 5 s."""
 
     class Names(tuple[str, ...]):
         def index(self, *_: Any) -> int:  # type: ignore[override]
