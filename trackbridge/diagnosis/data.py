@@ -283,7 +283,8 @@ def inputs_shifted(view: View) -> str:
     """In words, the input statistic that differs most from the onset to the end of the window, "" if none does."""
     last = view.rows[-1].step if view.rows else view.onset
     found = [one for one in view.batches.shifted(view.onset, last) if one[0] not in view.batches.targets]
-    kept = [one for one in found if view.batches.still_there(one[0], one[1], view.onset, min(view.onset + 3, last - 2), last)]
+    later = min(view.onset + 3, last - 2)
+    kept = [one for one in found if later > view.onset and view.batches.still_there(one[0], one[1], view.onset, later, last)]
     if not kept:
         return ""
     tensor, key, z = kept[0]

@@ -27,6 +27,7 @@ logger = logging.getLogger("trackbridge")
 
 SILENT_STEPS = 3
 MANY = 1 << 17  # elements of an output of which every `SOME`-th token is looked at where that is dear, unless told otherwise
+TOKENS = 1024  # that it has at least
 SOME = 7  # odd and prime
 STATISTICS = (*moments.STATISTICS, channels.NAME)
 
@@ -170,7 +171,7 @@ def surely(condition: Any) -> bool:
 def is_large(y: Tensor, known: Known = bool) -> bool:
     """Whether some tokens of `y` are enough where looking is dear: on the CPU, which the model needs itself, and in graphs,
     where the compiler would write an output to memory for us."""
-    return y.dim() > 1 and known(y.numel() >= MANY)
+    return y.dim() > 1 and known(y.numel() >= MANY) and known(y.numel() >= TOKENS * y.shape[-1])
 
 
 def stride(least: int, lengths: Sequence[int], known: Known = bool) -> int:
