@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trackbridge.diagnosis import data, numerics, optimization, registry  # noqa: F401 - they register their rules
+from trackbridge.diagnosis import data, growth, hardware, optimization, precision, registry  # noqa: F401 - they register their rules
 from trackbridge.diagnosis.registry import RULES, SOLID, STRONG, Case, Rule, rule
 from trackbridge.diagnosis.view import View
 from trackbridge.records import Anomaly, Hypothesis, Row, StepContext

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trackbridge.diagnosis.numerics import changed_weight
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
+from trackbridge.diagnosis.weights import changed_weight
 
 _TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
 _STALE = 0.3  # of one between two measurements: less than a decay of 0.9 allows in ten steps
