@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import torch
 import trackbridge
 from tests.disk import full_disk
 from tests.training import setup
+from trackbridge.cli.replay import function
+from trackbridge.config import TrackbridgeConfig
 from trackbridge.errors import ConfigError, MissingExtraError, ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.rundir import RunDirectory
 
@@ -312,3 +316,33 @@ def test_half_a_surrogate_pair_is_spelled_out(tmp_path: Path) -> None:
     loaded = trackbridge.load(run.dir)
     assert loaded.config == {"data-\\udcff": ["data-\\udcff"] * 2}
     assert loaded.series("train/loss")[1].tolist() == [1.0] and run.finish()
+
+
+SECRET = "slack://TOKSECRET/B/C"
+
+
+@pytest.mark.parametrize(
+    "alerts", [[SECRET], SECRET, {"urls": {"first": SECRET}}, {"severity": SECRET}, {"urls": 3, "to": SECRET}], ids=range(5)
+)
+def test_an_address_in_the_wrong_place_is_not_shown(tmp_path: Path, alerts: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, alerts=alerts)
+    text = "".join(traceback.format_exception(error.value))
+    assert "TOKSECRET" not in text and "alerts" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_address_needs_no_list() -> None:
+    (url,) = TrackbridgeConfig.load(alerts={"urls": SECRET}).alerts.urls
+    assert url.get_secret_value() == SECRET
+
+
+def test_a_training_script_that_a_replay_imports_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on with the very run that is to be replayed, and write into its record."""
+    (tmp_path / "unguarded.py").write_text(
+        f"import trackbridge\nrun = trackbridge.init(dir={str(tmp_path)!r}, id='mine', resume='auto')\ndef build(): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="'unguarded' for --build starts a training; put what trains under `if __name__"):
+        function("unguarded:build")
+    assert not (tmp_path / "mine").exists()
+    trackbridge.init(dir=tmp_path, id="mine").finish()

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from trackbridge.errors import ConfigError, nearest
@@ -247,6 +247,11 @@ class AlertsConfig(Section):
     cooldown: float = Field(600.0, ge=0, description="seconds between two messages about the same kind and series")
     per_hour: int = Field(12, ge=1, description="messages at most; those left out are counted in the next")
 
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
 
 class JournalConfig(Section):
     """The row journal of a rank. Nothing is left out before it outgrows `budget_bytes`; then what is oldest is thinned first,
@@ -380,4 +385,6 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "value_error":  # our own words
         return f"setting {'.'.join(path)!r}: {first['ctx']['error']}"
     shown = f"{first['input']!r}"
+    if path[:1] == ["alerts"]:  # an address is a secret, wherever it was put
+        return f"setting {'.'.join(path)!r}: {first['msg'].lower()}; write alerts={{'urls': ['json://...']}}"
     return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown[:80]}"

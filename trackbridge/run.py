@@ -44,6 +44,7 @@ from trackbridge.pace import Pace
 from trackbridge.probes import Instruments
 from trackbridge.probes.host import HostSampler
 from trackbridge.ranks import any_rank
+from trackbridge.rebuilding import refuse
 from trackbridge.recorder import Recorder
 from trackbridge.records import Anomaly, RunEnd, RunInfo, RunStatus
 from trackbridge.rundir import RunDirectory, dumps, write_atomic
@@ -90,12 +91,13 @@ def init(
     Raises:
         ConfigError: an unknown or contradictory setting, a directory that cannot be written.
         MissingExtraError: a requested backend's package is not installed.
-        UsageError: the ranks do not agree.
+        UsageError: the ranks do not agree; or a replay is importing this code for what it builds.
     """
     named_settings = {
         "backend": backend, "project": project, "name": name, "dir": dir, "id": id,
         "resume": resume, "tags": tags, "group": group, "join": join,
     }  # fmt: skip
+    refuse()
     merged = TrackbridgeConfig.load(settings, **named_settings, **sections)
     directory, info, served = opened(merged, config)
     return Run(merged, directory, info, served, dict(config or {}))

@@ -15,6 +15,7 @@ from trackbridge import plugins
 from trackbridge.cli.common import Json, console, plain
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.ranks import Ranks
+from trackbridge.rebuilding import importing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,7 +99,8 @@ def function(name: str) -> Callable[[], Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module)
+        with importing(module):
+            found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
