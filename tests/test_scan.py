@@ -116,6 +116,15 @@ def test_what_is_not_there_or_no_curve(tmp_path: Path) -> None:
         scan(table(tmp_path / "words.csv", "step,loss", ["1,low"]))
 
 
+@pytest.mark.parametrize("text", ["", "\n", "step,loss\n", "step\n1\n"])
+def test_a_table_without_rows_or_columns_is_said_to_be_empty(tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.csv").write_text(text)
+    with pytest.raises(UsageError, match=r"empty\.csv has no columns or no rows"):
+        scan(tmp_path / "empty.csv")
+    with pytest.raises(UsageError, match=r"empty\.csv has no columns or no rows"):
+        scan(tmp_path / "empty.csv", loss="loss")
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = table(tmp_path / "log.csv", "step,loss", [f"{i},{v!r}" for i, v in enumerate(spiked().tolist())])
     plot = tmp_path / "out.html"

@@ -49,12 +49,14 @@ def scan(
         loss, step, grad_norm: the source's own names of these, where they cannot be guessed.
 
     Raises:
-        UsageError: the reference is of no known form, or there is no loss; names the columns there are.
+        UsageError: the reference is of no known form, holds nothing, or there is no loss; names the columns there are.
         ReferenceNotFoundError: nothing is there.
         MissingExtraError: the tracker's package is not installed.
     """
     source = find(str(ref), step)
-    chosen = choose(source.columns(), Choice(loss, grad_norm))
+    if not (columns := source.columns()):
+        raise UsageError(f"{source.where} has no columns or no rows: there is nothing to judge")
+    chosen = choose(columns, Choice(loss, grad_norm))
     series = {ours: source.read(theirs) for ours, theirs in chosen.items()}
     if not series[LOSS]:
         raise UsageError(f"{chosen[LOSS]!r} of {source.where} holds no number; name another column with --loss")
@@ -78,4 +80,3 @@ def _rows(steps: list[int], series: dict[str, Points]) -> Iterator[Row]:
 
 def _column(steps: list[int], points: Points) -> FloatArray:
     return np.array([points.get(step, np.nan) for step in steps], np.float64)
-
