@@ -305,6 +305,34 @@ def test_a_pattern_is_one_event_for_all_its_series() -> None:
     assert (event.series, event.step, event.severity) == ("layer/0/update_ratio", 20, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("rule", "there", "guess"),
+    [
+        ("loss > 1 for 3 steps", ("eval/loss", "train/loss", "grad/norm"), " (did you mean 'train/loss'?)"),
+        ("train/los > 1", ("train/loss", "grad/norm"), " (did you mean 'train/loss'?)"),
+        ("expert/*/load > 1", ("train/loss",), ""),
+    ],
+)
+def test_a_rule_on_a_series_that_does_not_exist_says_so_once(
+    rule: str, there: tuple[str, ...], guess: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, data = Watch(DetectionConfig(rules=[rule])), rows({name: np.full(100, 2.0) for name in there})
+    watch_all(watch, data[:19], finish=False)
+    assert not caplog.records
+    watch_all(watch, data[19:])
+    (said,) = caplog.records
+    name = rule.split()[0]
+    assert (said.name, said.levelname) == ("trackbridge", "WARNING") and said.getMessage() == (
+        f"trackbridge: the rule {rule!r} has nothing to judge: none of the first 20 steps recorded a series {name!r}{guess}"
+    )
+
+
+def test_a_rule_whose_series_is_seen_now_and_then_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ratio = [0.1 if step in (9, 90) else None for step in range(100)]
+    events({"train/loss": np.full(100, 2.0), "layer/a/update_ratio": ratio}, rules=["layer/*/update_ratio > 1"])
+    assert not caplog.records
+
+
 # -- the laws
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import ClassVar
 
 import psutil
 
 from trackbridge.detectors.monitors.base import Look, Monitor, Sign
+from trackbridge.errors import nearest
 from trackbridge.rules import Rule
+
+logger = logging.getLogger("trackbridge")
+
+_SILENT_STEPS = 20
 
 
 class RuleMonitor(Monitor):
@@ -26,13 +33,18 @@ class RuleMonitor(Monitor):
         self.told = ""  # the series that is told
         self.ended = -1
         self._steps = rule.steps
+        self._left = _SILENT_STEPS  # steps until it is said that no series is there; 0: said, or one was seen
+        self._others: dict[int, Mapping[str, int]] = {}  # what was there instead, by the mapping's id
 
     def follows(self, name: str) -> bool:
         return self.rule.concerns(name)
 
     def update(self, look: Look) -> Sign | None:
         found: Sign | None = None
-        for name in self.columns(look)[0]:
+        names = self.columns(look)[0]
+        if self._left:
+            self._listen(look, bool(names))
+        for name in names:
             limit = self.rule.limit(name, capacity)
             value = look.get(name)
             if limit is None or value is None or value != value:
@@ -50,8 +62,28 @@ class RuleMonitor(Monitor):
                 found = Sign("rule", "rule", name, onset, value, limit, 1.0, self.rule.severity, words)
         return found
 
+    def _listen(self, look: Look, seen: bool) -> None:
+        """Say once that the first steps had no series of that name: the rule would be silent for ever."""
+        self._left = 0 if seen else self._left - 1
+        self._others[id(look.places)] = look.places
+        if self._left == 0:
+            others = {name for places in self._others.values() for name in places}
+            self._others.clear()
+            if not seen:
+                logger.warning(
+                    "trackbridge: the rule %r has nothing to judge: none of the first %d steps recorded a series %r%s",
+                    self.rule.rule, _SILENT_STEPS, self.rule.series, meant(self.rule.series, others),
+                )  # fmt: skip
+
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None
+
+
+def meant(series: str, known: Iterable[str]) -> str:
+    """`errors.nearest`, but a name in full before all that look alike: ``train/loss`` for ``loss``."""
+    known = sorted(known, key=lambda name: (not name.startswith("train/"), len(name), name))
+    whole = next((name for name in known if name.endswith(f"/{series}")), None)
+    return f" (did you mean {whole!r}?)" if whole else nearest(series, known)
 
 
 @cache
