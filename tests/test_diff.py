@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,9 +16,11 @@ from typer.testing import CliRunner
 import trackbridge
 from tests.training import Model, loader, seed_everything
 from trackbridge.cli import app
-from trackbridge.diff import diff, facts
+from trackbridge.cli.diff import _numbers
+from trackbridge.diff import Split, diff, facts
 from trackbridge.findings import anomalies, findings
-from trackbridge.records import Anomaly, Hypothesis
+from trackbridge.journal import JournalWriter
+from trackbridge.records import Anomaly, Hypothesis, Params, Row, Schema
 from trackbridge.rundir import RunDirectory
 
 STEPS = 24
@@ -97,6 +100,21 @@ def test_other_settings_other_seed(folder: Path) -> None:
     assert said["config"] == [["lr", 1e-2, 2e-2]] and said["same"] is False and said["split"]["step"] == 0
 
 
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (Split(250, "train/lr", 0.001, 0.1, "4.bias", "loss", 7),
+         "they part at step 250 (loss): train/lr is 0.001 and 0.1; 7 more series differ in that step, first of a layer 4.bias"),
+        (Split(3, "train/loss", 2.0123456789, 2.1, None, "loss", 0),
+         "they part at step 3 (loss): train/loss is 2.01235 and 2.1"),
+        (Split(3, "layer/4.bias/grad_norm", 2.01234561, 2.01234562, "4.bias", "backward", 0),
+         "they part at step 3, first in layer 4.bias (backward): layer/4.bias/grad_norm is 2.01234561 and 2.01234562"),
+    ],
+)  # fmt: skip
+def test_a_series_of_no_layer_is_put_in_none_and_numbers_are_short(split: Split, words: str) -> None:
+    assert _numbers(SimpleNamespace(split=split)) == words  # type: ignore[arg-type]
+
+
 def test_runs_without_contexts_or_loss_are_compared_as_far_as_they_go(folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(folder / "plain", bare)
@@ -170,12 +188,30 @@ def test_every_rule_speaks_when_it_should(tmp_path: Path) -> None:
     assert findings(record)[0].what.startswith("nonfinite")
 
 
+def test_a_module_that_gives_nan_is_not_missing(tmp_path: Path) -> None:
+    """From step 100 on "block" gives NaN, of which only the count is recorded; "head" does not run any more."""
+    run = trackbridge.init(dir=tmp_path, id="nan", backend=None)
+    directory = RunDirectory(run.dir)
+    run.finish()
+    shutil.rmtree(directory.rows())
+    writer = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=5.0)
+    for step in range(300):
+        values = {
+            "train/loss": 2.0,
+            "act/block/rms": 1.0,
+            "act/block/nonfinite": 0.0,
+            "act/head/rms": 1.0,
+            "act/head/nonfinite": 0.0,
+        }
+        if step >= 100:
+            values = {"train/loss": float("nan"), "act/block/nonfinite": 8.0}
+        writer.append(Row(-1, step, 1000.0 + step, 0, Schema(tuple(values)), np.array(list(values.values()))))
+    writer.close()
+    said = [finding.what for finding in findings(trackbridge.load(run.dir))]
+    assert [what for what in said if "not seen" in what] == ["modules not seen any more after step 99: head"]
+
+
 def _rows(directory: RunDirectory) -> None:
-    import numpy as np
-
-    from trackbridge.journal import JournalWriter
-    from trackbridge.records import Anomaly, Params, Row, Schema
-
     values = {
         "train/loss": 2.0, "grad/norm": 2.0, "grad/norm_clipped": 1.0, "optim/applied": 260.0, "optim/skipped": 40.0,
         "perf/step_s": 1.0, "perf/fetch_s": 0.3, "mem/reserved_bytes": 970.0, "trackbridge/rows_dropped": 5.0,

@@ -31,7 +31,8 @@ _AHEAD = 256  # of the series are read before the next ones
 @dataclass(frozen=True, slots=True)
 class Split:
     """The first step at which two runs differ in a recorded number. `series` is the first of that step to be computed, `a` and
-    `b` its values; `layer` the first layer or module (None: only global series differ); `others` how many more differ there."""
+    `b` its values; `layer` the first layer or module of a series that differs, be it a later one than `series` (None: only
+    global series differ); `others` how many more differ there."""
 
     step: int
     series: str

@@ -148,12 +148,18 @@ def silent(record: RunRecord) -> Iterator[Finding]:
         advice = "watch before torch.compile runs, or name modules in activations.sites"
         yield Finding(0.3, "record", "no activation was seen", advice)
     last = max((int(record.series(name)[0][-1]) for name in ("perf/step_s", "train/loss") if name in record.names), default=0)
-    gone = [name for name in sites if last - int(record.series(name)[0][-1]) > 100]
+    gone = [name for name in sites if last - _seen(record, name) > 100]
     if gone:
         shown = ", ".join(name.split("/", 1)[1].rsplit("/", 1)[0] for name in gone[:5])
-        at = int(record.series(gone[0])[0][-1])
+        at = _seen(record, gone[0])
         more = f" and {len(gone) - 5} more" if len(gone) > 5 else ""
         yield Finding(0.4, "record", f"modules not seen any more after step {at}: {shown}{more}", step=at)
+
+
+def _seen(record: RunRecord, name: str) -> int:
+    """The last step at which the module of the series `name` ran. One with a NaN has its count of them and nothing else."""
+    beside = f"{name.rpartition('/')[0]}/nonfinite"
+    return max(int(record.series(each)[0][-1]) for each in (name, beside) if each in record.names)
 
 
 @_rule

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackbridge.cli.common import Json, console, emit, find_run, plain
+from trackbridge.names import is_wide
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,6 +97,11 @@ def _numbers(found: Diff) -> str:
     if found.split is None:
         return f"equal to the bit in {found.series} series over {found.steps} steps"
     s = found.split
-    where = f", first in layer {s.layer}" if s.layer else ""
-    more = f"; {s.others} more series differ in that step" if s.others else ""
-    return f"they part at step {s.step}{where} ({s.stage}): {s.series} is {s.a!r} and {s.b!r}{more}"
+    own = is_wide(s.series)  # else the layer is that of a later series of the step
+    where = f", first in layer {s.layer}" if s.layer and own else ""
+    later = f", first of a layer {s.layer}" if s.layer and not own else ""
+    more = f"; {s.others} more series differ in that step{later}" if s.others else ""
+    a, b = f"{s.a:.6g}", f"{s.b:.6g}"
+    if a == b:  # they differ behind the sixth digit
+        a, b = repr(s.a), repr(s.b)
+    return f"they part at step {s.step}{where} ({s.stage}): {s.series} is {a} and {b}{more}"
