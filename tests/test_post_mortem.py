@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from tests.capsules import an_anomaly, make
 from tests.diagnosis.test_feedback import CORRUPT, UNKNOWN, replayed, tried
 from tests.test_seal import a_run
 from trackbridge.capsule import load
+from trackbridge.config import DetectionConfig
 from trackbridge.errors import UsageError
 from trackbridge.history import load as load_run
 from trackbridge.records import MicroBatch
 from trackbridge.replay.keep import keep
 from trackbridge.reports import post_mortem as module
+from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
 from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, SECTIONS, post_mortem
 
@@ -80,3 +83,41 @@ def test_the_average_is_the_one_of_pandas(tmp_path: Path) -> None:
 
 def test_every_panel_exists() -> None:
     assert all(panel in _TITLES for panels in _PANELS.values() for panel in panels)
+
+
+def test_the_band_is_as_wide_as_the_noise_before_whatever_the_spike(tmp_path: Path) -> None:
+    """A score is compressed for large values: a sigma worked out of it would grow with the spike."""
+    limits = []
+    for value, score in ((9.0, 31.0), (9000.0, 31.0), (float("nan"), float("inf"))):
+        told = an_anomaly(id="a-20", step=21, onset=20, value=value, expected=2.0, score=score)
+        record = load_run(a_run(tmp_path / f"run-{len(limits)}", anomaly=told).path)
+        found = re.search(r"train/loss stays below ([\d.]+) \(expected 2 plus", section(post_mortem(record, told), 6))
+        assert found is not None
+        limits.append(float(found[1]))
+    assert limits[0] == limits[1] == limits[2] and 2.0 < limits[0] < 2.2
+
+
+def test_a_band_is_of_the_spread_about_the_trend() -> None:
+    noise = np.random.default_rng(0).normal(0.0, 0.1, 32)
+    told, settings = an_anomaly(value=500.0, expected=1.0), DetectionConfig()
+    level, falling = (band(told, line + noise, settings) for line in (np.full(32, 1.0), np.linspace(9.0, 1.0, 32)))
+    assert level is not None and falling is not None
+    assert 0.05 < level.sigma < 0.2 and falling.sigma == pytest.approx(level.sigma, rel=0.2)
+    assert level.limit == pytest.approx(1.0 + settings.threshold * level.sigma) and not level.by_factor
+    flat = band(told, np.full(32, 1.0), settings)
+    assert flat is not None and flat.sigma == pytest.approx(settings.floor, rel=1e-6), "no narrower than the detector's"
+
+
+def test_a_norm_has_its_band_by_factors() -> None:
+    norm = np.exp(np.random.default_rng(0).normal(0.0, 0.3, 32))
+    told, settings = an_anomaly(series="grad/norm", value=500.0, expected=1.0), DetectionConfig()
+    found = band(told, norm, settings)
+    assert found is not None and found.by_factor and 0.15 < found.sigma < 0.6
+    assert found.limit == pytest.approx(np.exp(found.bar * found.sigma)) and found.bar >= settings.grad_threshold
+
+
+def test_no_band_without_a_past_or_a_rise() -> None:
+    settings = DetectionConfig()
+    assert band(an_anomaly(), np.ones(7), settings) is None
+    assert band(an_anomaly(value=1.0), np.ones(32), settings) is None
+    assert band(an_anomaly(expected=float("nan")), np.ones(32), settings) is None

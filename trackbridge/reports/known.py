@@ -111,13 +111,6 @@ class Known:
         contexts = [StepContext(-1, step, self.anomaly.attempt, {}, self.batches[step]) for step in sorted(self.batches)]
         return Batches(contexts, self.anomaly.onset)
 
-    @property
-    def sigma(self) -> float | None:
-        """One robust sigma of the anomaly's series, as the detector saw it; None where it says nothing."""
-        a = self.anomaly
-        ok = math.isfinite(a.score) and a.score > 0 and math.isfinite(a.value) and math.isfinite(a.expected)
-        return (a.value - a.expected) / a.score if ok and a.value > a.expected else None
-
 
 def _arrays(points: Mapping[int, float]) -> tuple[IntArray, FloatArray]:
     steps = sorted(points)

@@ -21,6 +21,7 @@ from trackbridge.history import RunRecord
 from trackbridge.lab.counterfactuals import Try
 from trackbridge.panels import PANELS
 from trackbridge.records import Anomaly, Hypothesis, MicroBatch
+from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
 
 SECTIONS = (
@@ -296,13 +297,16 @@ def _verification(known: Known) -> list[str]:
     seeds = {name: value for name, value in known.config.items() if "seed" in str(name).lower()}
     seed = ", ".join(f"{name} = {_short(value)}" for name, value in seeds.items())
     recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
-    sigma = known.sigma
-    bar = DetectionConfig.model_validate(known.settings.get("detection", {})).threshold
-    band = f"below {_number(anomaly.expected + bar * sigma)}" if sigma is not None else f"near {_number(anomaly.expected)}"
-    width = f" (expected {_number(anomaly.expected)} plus {bar:g} sigmas of {_number(sigma)})" if sigma is not None else ""
+    settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
+    expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
+    if found is None:
+        within = f"near {expected}"
+    else:
+        over = f"{_number(found.bar)} sigmas of {_number(found.sigma)}{' of its logarithm' if found.by_factor else ''}"
+        within = f"below {_number(found.limit)} (expected {expected} plus {over})"
     return [
         f"- Seed: {seed or recorded}; a second one: {BLANK}",
-        f"- Band: {anomaly.series} stays {band}{width}.",
+        f"- Band: {anomaly.series} stays {within}.",
         f"- Steps: from {restart} to {last + _EXTRA} with the change, {_EXTRA} past what is recorded here.",
         f"- Result: {BLANK}",
     ]
