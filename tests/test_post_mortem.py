@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.capsules import an_anomaly, make
 from tests.diagnosis.test_feedback import CORRUPT, UNKNOWN, replayed, tried
-from tests.test_seal import a_run
+from tests.test_seal import a_run, writer
 from trackbridge.capsule import load
+from trackbridge.cli import app
 from trackbridge.config import DetectionConfig
 from trackbridge.errors import UsageError
 from trackbridge.history import load as load_run
@@ -21,6 +23,7 @@ from trackbridge.reports import post_mortem as module
 from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
 from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, SECTIONS, post_mortem
+from trackbridge.seal import seal
 
 
 def section(text: str, number: int) -> str:
@@ -121,3 +124,35 @@ def test_no_band_without_a_past_or_a_rise() -> None:
     assert band(an_anomaly(), np.ones(7), settings) is None
     assert band(an_anomaly(value=1.0), np.ones(32), settings) is None
     assert band(an_anomaly(expected=float("nan")), np.ones(32), settings) is None
+
+
+def test_of_two_anomalies_in_one_capsule_the_one_asked_for_is_written(tmp_path: Path) -> None:
+    directory = a_run(tmp_path / "run-1", snapshots=(15,))
+    folder = seal(directory.path, "a-20")
+    shared = {"capsule": "capsules/spike-21", "value": 9.0, "expected": 2.0}
+    rows = writer(directory.rows(0))
+    rows.append(an_anomaly(id="a-20", step=21, onset=20, **shared))
+    rows.append(an_anomaly(id="a-24", step=24, onset=22, kind="shift", **shared))
+    rows.close()
+
+    def asked(reference: object) -> tuple[str, str]:
+        result = CliRunner().invoke(app, ["report", str(reference), "--post-mortem"])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    own, nothing = asked(f"{directory.path}@21")
+    assert own == (folder / "post-mortem.md").read_text() and not nothing
+    other, told = asked(f"{directory.path}@24")
+    assert other.startswith("# Post-mortem: shift at step 24 of") and "| Onset | step 22 |" in other
+    assert "shares with the spike at step 21" in told and str(folder / "post-mortem.md") in told and told.count("\n") == 1
+    newest, told = asked(directory.path)
+    assert newest == other and told.startswith("This is of the shift at step 24, the newest of 2; for another:")
+    direct, told = asked(f"{folder}@24")
+    assert direct == own and told == "This is of the spike at step 21, not of step 24\n"
+
+
+def test_what_replays_of_the_capsules_own_anomaly_have_shown_is_not_said_of_another(tmp_path: Path) -> None:
+    capsule = keep(load(make(tmp_path / "spike-13")), counterfactuals=tried(("skip-batch", "prevented")))
+    assert "prevented" in post_mortem(capsule) and "gone with skip-batch" in section(post_mortem(capsule), 5)
+    other = post_mortem(capsule, an_anomaly(id="spike-14", step=14))
+    assert other.startswith("# Post-mortem: spike at step 14") and "prevented" not in other and "gone with" not in other

@@ -211,23 +211,40 @@ def _ask(process: Process, method: str, *arguments: Any) -> Any:
 
 
 def _post_mortem(reference: str, folder: Path) -> str:
-    """Of a capsule wherever it is; of a run on this disk that of its newest anomaly, or of ``@step``."""
+    """Of a capsule wherever it is; of a run on this disk that of its newest anomaly, or of ``@step``. Which one it is, where
+    that was not said, is told on stderr."""
     from trackbridge import fetch
     from trackbridge.fetch import LOCAL, Reference
     from trackbridge.reports import contents, subject
+    from trackbridge.reports.post_mortem import post_mortem
 
     ref = Reference.parse(reference)
+    chosen = None
     if ref.kind == LOCAL and not (Path(ref.where) / "manifest.json").is_file():
         record = _load(find_run(ref.where, folder))
         what = f"run {record.info.run_id}"
         if not record.anomalies:
             raise UsageError(f"{what} has no anomaly")
-        newest = record.anomalies[-1] if ref.step is None else subject.choose(record.anomalies, ref.step, what)
-        if newest is None or newest.capsule is None or not (record.path / newest.capsule / "manifest.json").is_file():
+        chosen = record.anomalies[-1] if ref.step is None else subject.choose(record.anomalies, ref.step, what)
+        if chosen is None or chosen.capsule is None or not (record.path / chosen.capsule / "manifest.json").is_file():
             raise ReferenceNotFoundError(
-                f"the capsule of step {newest.step if newest else ref.step} of {plain(what)} is not sealed (yet); "
+                f"the capsule of step {chosen.step if chosen else ref.step} of {plain(what)} is not sealed (yet); "
                 f"if its trainer has ended, run: trackbridge sync {record.path}"
             )
-        reference = str(record.path / newest.capsule)
+        if ref.step is None:
+            several = f", the newest of {len(record.anomalies)}; for another: {reference}@STEP"
+            more = several if len(record.anomalies) > 1 else ""
+            typer.echo(f"This is of the {chosen.kind} at step {chosen.step}{more}", err=True)
+        reference = str(record.path / chosen.capsule)
     with tempfile.TemporaryDirectory(prefix="trackbridge-report-") as scratch:
-        return contents.post_mortem_of(fetch.pull(reference, None if ref.kind == LOCAL else scratch))
+        capsule = fetch.pull(reference, None if ref.kind == LOCAL else scratch)
+        own = capsule.anomaly
+        if chosen is not None and chosen.id != own.id:
+            where = f"that one's post-mortem is {reference}/{contents.POST_MORTEM}"
+            typer.echo(f"Made from the capsule that it shares with the {own.kind} at step {own.step}; {where}", err=True)
+            return post_mortem(capsule, chosen)
+        other = ref.step not in (None, own.step, own.onset)  # a capsule's own folder is taken whatever the step
+        if chosen is None and (other or (ref.step is None and ref.kind != LOCAL)):
+            asked = f", not of step {ref.step}" if other else ""
+            typer.echo(f"This is of the {own.kind} at step {own.step}{asked}", err=True)
+        return contents.post_mortem_of(capsule)

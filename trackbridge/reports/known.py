@@ -16,6 +16,7 @@ from trackbridge.capsule_parts import HISTORY, read_narrow
 from trackbridge.diagnosis.batch import Batches
 from trackbridge.history import RunRecord
 from trackbridge.journal import JournalReader
+from trackbridge.lab.counterfactuals import CounterfactualReport
 from trackbridge.records import Anomaly, MicroBatch, StepContext
 from trackbridge.rundir import RunDirectory
 
@@ -44,13 +45,14 @@ class Known:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_capsule(cls, capsule: SpikeCapsule) -> Known:
+    def of_capsule(cls, capsule: SpikeCapsule, anomaly: Anomaly | None = None) -> Known:
+        """Of the capsule's own anomaly, or of another one that shares the capsule."""
         written = capsule.path / HISTORY  # not yet listed while the capsule is being sealed
         steps = {**(read_narrow(written) if written.is_file() else {}), **capsule.series()}
         names = dict.fromkeys(name for row in steps.values() for name in row)
         values = {name: _arrays({step: row[name] for step, row in steps.items() if name in row}) for name in names}
         return cls(
-            capsule.anomaly, capsule.run, capsule.name or capsule.run, capsule.span, values, capsule.batches,
+            anomaly or capsule.anomaly, capsule.run, capsule.name or capsule.run, capsule.span, values, capsule.batches,
             capsule.provenance, capsule.config, tuple(capsule.missing), capsule, capsule.settings,
         )  # fmt: skip
 
@@ -72,6 +74,12 @@ class Known:
             anomaly, info.run_id, info.name or info.run_id, (first, max(seen, default=anomaly.step)), values, batches,
             record.provenance, record.config, ("a capsule: this is from the run's journal",), None, record.settings,
         )  # fmt: skip
+
+    @property
+    def counterfactuals(self) -> CounterfactualReport | None:
+        """What replays with one thing changed have shown: of the capsule's own anomaly, nothing of one that shares it."""
+        own = self.capsule is not None and self.capsule.anomaly.id == self.anomaly.id
+        return self.capsule.counterfactuals if own and self.capsule is not None else None
 
     # -- numbers
 

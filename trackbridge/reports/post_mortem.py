@@ -60,12 +60,13 @@ _TITLES = {panel.id: panel.title for panel in PANELS}
 
 
 def post_mortem(of: SpikeCapsule | RunRecord, anomaly: Anomaly | None = None) -> str:
-    """The post-mortem of a capsule (its data files must be readable), or of `anomaly` in a run's record, ending in a newline.
+    """The post-mortem of a capsule (its data files must be readable) or of a run's record, ending in a newline. `anomaly` is
+    which: in a record the most severe by default, in a capsule its own; another one that shares the capsule may be given.
 
     Raises `UsageError` for a record without an anomaly to speak of.
     """
     if isinstance(of, SpikeCapsule):
-        known = Known.of_capsule(of)
+        known = Known.of_capsule(of, anomaly)
     else:
         anomaly = anomaly or max(of.anomalies, key=lambda found: found.severity, default=None)
         if anomaly is None:
@@ -257,7 +258,7 @@ def _result(hypothesis: Hypothesis) -> str:
 
 
 def _tries(known: Known) -> tuple[Try, ...]:
-    found = known.capsule.counterfactuals if known.capsule is not None else None
+    found = known.counterfactuals
     return () if found is None else tuple(t for t in found.tries if t.ran)[:6]
 
 
@@ -275,7 +276,7 @@ def _root_cause(known: Known) -> list[str]:
 
 
 def _remediation(known: Known) -> list[str]:
-    report = known.capsule.counterfactuals if known.capsule is not None else None
+    report = known.counterfactuals
     best = report.best if report is not None else None
     if best is not None:
         cost = f", giving up {best.given_up:.1%} of the training there" if best.given_up else ""
