@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from tests.test_seal import a_run, writer
 from trackbridge.capsule import load
 from trackbridge.cli import app
 from trackbridge.config import DetectionConfig
+from trackbridge.diagnosis.data import words
 from trackbridge.errors import UsageError
 from trackbridge.history import load as load_run
-from trackbridge.records import MicroBatch
+from trackbridge.records import Hypothesis, MicroBatch
 from trackbridge.replay.keep import keep
 from trackbridge.reports import post_mortem as module
 from trackbridge.reports.band import band
@@ -156,3 +158,14 @@ def test_what_replays_of_the_capsules_own_anomaly_have_shown_is_not_said_of_anot
     assert "prevented" in post_mortem(capsule) and "gone with skip-batch" in section(post_mortem(capsule), 5)
     other = post_mortem(capsule, an_anomaly(id="spike-14", step=14))
     assert other.startswith("# Post-mortem: spike at step 14") and "prevented" not in other and "gone with" not in other
+
+
+def test_the_symptoms_do_not_deny_what_the_diagnosis_saw_of_the_batch(tmp_path: Path) -> None:
+    """It sees the raw batches and more of the past than the record may still hold when the post-mortem is written."""
+    known = Known.of_capsule(load(make(tmp_path / "spike-13")))
+    known = replace(known, batches={step: (MicroBatch(),) for step in (10, 11, 12)})
+    assert module._unusual(known) == "not known: too little is recorded here of the batches before it (2 steps with batches)"
+    seen = words(12, "0", "mean", 2590.0, 12)
+    twice = tuple(Hypothesis(name, (seen, "no series left its band before the onset"), (), None) for name in ("a", "b"))
+    known = replace(known, anomaly=an_anomaly(hypotheses=twice))
+    assert "2.59e+03 sigmas above usual" in seen and module._unusual(known) == seen

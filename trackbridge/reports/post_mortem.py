@@ -7,6 +7,7 @@ the root cause is "not known yet" until a replay has shown it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ _PANELS: Mapping[str, tuple[str, ...]] = {
     "config-change": ("loss", "lr"),
     "unknown": ("loss", "gradient-norm"),
 }
+_OF_BATCH = re.compile(r"\bthe batch of step \d")  # evidence that is a fact about one batch
 _TITLES = {panel.id: panel.title for panel in PANELS}
 
 
@@ -173,8 +175,16 @@ def _unusual(known: Known) -> str:
         found.append(f"{bad} non-finite values (step {where})")
     if found:
         return "; ".join(found)
+    # the diagnosis saw more of the past, and the raw batches, which a capsule may lack
+    hypotheses = known.anomaly.hypotheses
+    said = [text for h in hypotheses for text in h.evidence_for if _OF_BATCH.search(text)]
+    if said:
+        return "; ".join(dict.fromkeys(said))
     if not identity.known:
-        return "not known: too few batches were recorded"
+        earlier = sum(step < known.anomaly.onset and bool(micro) for step, micro in known.batches.items())
+        return (
+            f"not known: too little is recorded here of the batches before it ({answers.plural(earlier, 'step')} with batches)"
+        )
     # of raw batches more was compared, when the cause was looked for, than these statistics hold
     return "nothing in these statistics, against the recorded batches before it; what their contents say is in section 2"
 
