@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # machines are shared: a test that waits for its turn has not failed
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 
 
 @pytest.mark.parametrize("name", READS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(change=damage())
 def test_any_bytes_of_a_data_file(name: str, good: Path, tmp_path_factory: pytest.TempPathFactory, change: Any) -> None:
     box = tmp_path_factory.mktemp("box")
@@ -114,7 +114,7 @@ def places(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at] * bool(at) + [place for key, value in inner for place in places(value, (*at, key))]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(where=st.integers(0, 10**6), value=json_values, drop=st.booleans())
 def test_any_value_anywhere_in_the_manifest(good: Path, where: int, value: Any, drop: bool) -> None:
     file = good / "manifest.json"

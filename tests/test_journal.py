@@ -33,7 +33,8 @@ from trackbridge.records import (
     StepContext,
 )
 
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NOT_ASKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=NOT_ASKED)
 LOSS = Schema(("train/loss", "grad/norm"))
 
 
@@ -279,7 +280,7 @@ def test_a_torn_tail_before_a_later_segment_is_damage(tmp_path: Path) -> None:
     assert segment.name in str(reader.damage)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=NOT_ASKED)
 @given(st.data())
 def test_flipped_bytes_cost_what_they_hit_and_nothing_more(tmp_path_factory: Any, data: st.DataObject) -> None:
     """Against the original bytes: a row survives if no byte of it changed. (The schema is repeated in other segments.)"""

@@ -48,7 +48,7 @@ def test_the_whole_file(file: Path) -> None:
     assert "corrupt-batch" in run.alerts[0][1]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_file_that_grows_gives_each_record_once(file: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = file.read_bytes()
@@ -65,7 +65,7 @@ def test_a_file_that_grows_gives_each_record_once(file: Path, tmp_path: Path, da
     assert (held(run), run.exit_code, reader.damage if reader else -1) == (list(range(ROWS + 1)), 0, 0)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_flipped_byte_costs_one_block_and_is_counted(file: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(file.read_bytes())
