@@ -328,7 +328,14 @@ def test_an_address_in_the_wrong_place_is_not_shown(tmp_path: Path, alerts: Any)
     with pytest.raises(ConfigError) as error:
         trackbridge.init(dir=tmp_path, alerts=alerts)
     text = "".join(traceback.format_exception(error.value))
-    assert "TOKSECRET" not in text and "alerts" in str(error.value) and "\n" not in str(error.value)
+    assert "TOKSECRET" not in text and "alerts" in one_line(error)
+
+
+def test_the_fix_that_is_named_is_that_of_what_is_wrong() -> None:
+    with pytest.raises(ConfigError, match="write alerts="):
+        TrackbridgeConfig.load(alerts=[SECRET])
+    with pytest.raises(ConfigError, match=r"'alerts\.severity': .* valid number.*, got a str$"):
+        TrackbridgeConfig.load(alerts={"severity": SECRET})
 
 
 def test_one_address_needs_no_list() -> None:

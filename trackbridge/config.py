@@ -384,7 +384,9 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown setting {'.'.join(path)!r}{nearest(path[-1], known)}; known here: {', '.join(known)}"
     if first["type"] == "value_error":  # our own words
         return f"setting {'.'.join(path)!r}: {first['ctx']['error']}"
-    shown = f"{first['input']!r}"
+    shown = f"{first['input']!r}"[:80]
     if path[:1] == ["alerts"]:  # an address is a secret, wherever it was put
-        return f"setting {'.'.join(path)!r}: {first['msg'].lower()}; write alerts={{'urls': ['json://...']}}"
-    return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown[:80]}"
+        shown = f"a {type(first['input']).__name__}"
+        if path[1:] in ([], ["urls"]):
+            shown += "; write alerts={'urls': ['json://...']}"
+    return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown}"

@@ -70,3 +70,12 @@ class Story:
 
     def first(self) -> Hypothesis:
         return self.told()[1][0]
+
+
+def outliers() -> Story:
+    """Kurtosis and largest values of a block grow over 40 steps, then the loss jumps."""
+    story = Story().spike(10).gradients(10, 10)
+    grown = np.maximum(1, 1.1 ** (np.arange(STEPS) - (AT - 40)))
+    story.series["act/blocks.0/kurtosis"] = (story.series["act/blocks.0/kurtosis"] + 3) * grown - 3
+    story.series["act/blocks.0/max"] *= np.sqrt(grown)
+    return story

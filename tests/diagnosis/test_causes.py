@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.detectors.kit import rows, watch_all
-from tests.diagnosis.kit import AT, LAYERS, STEPS, Story
+from tests.diagnosis.kit import AT, LAYERS, STEPS, Story, outliers
 from trackbridge import tree
 from trackbridge.detectors import Watch
 from trackbridge.diagnosis import diagnose
@@ -109,14 +109,6 @@ def embedding() -> Story:
     grown = np.maximum(1, 1.05 ** (np.arange(STEPS) - (AT - 30)))
     story.series["layer/embed.weight/weight_norm"] *= grown
     story.series["act/embed/rms"] *= grown
-    return story
-
-
-def outliers() -> Story:
-    story = Story().spike(10).gradients(10, 10)
-    grown = np.maximum(1, 1.1 ** (np.arange(STEPS) - (AT - 40)))
-    story.series["act/blocks.0/kurtosis"] = (story.series["act/blocks.0/kurtosis"] + 3) * grown - 3
-    story.series["act/blocks.0/max"] *= np.sqrt(grown)
     return story
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import trackbridge
 from tests.detectors.kit import rows
-from tests.diagnosis.kit import AT, LAYERS, STEPS, Story
+from tests.diagnosis.kit import AT, LAYERS, STEPS, Story, outliers
 from trackbridge import explain
 from trackbridge.diagnosis import View, diagnose, rule, trends
 from trackbridge.diagnosis.batch import Batches, Past
@@ -57,15 +57,6 @@ def test_a_loss_that_falls_fast_hides_no_jump() -> None:
     view = View(spike(), rows(story.series), story.contexts())
     assert (view.loss_jump or 0.0) > 8, "15 sigmas above the line of the last values, 0.3 below their median"
     assert "label-fault" in named(diagnose(spike(), rows(story.series), story.contexts()))
-
-
-def outliers() -> Story:
-    """Kurtosis and largest values of a block grow over 40 steps, then the loss jumps."""
-    story = Story().spike(10).gradients(10, 10)
-    grown = np.maximum(1, 1.1 ** (np.arange(STEPS) - (AT - 40)))
-    story.series["act/blocks.0/kurtosis"] = (story.series["act/blocks.0/kurtosis"] + 3) * grown - 3
-    story.series["act/blocks.0/max"] *= np.sqrt(grown)
-    return story
 
 
 def test_where_all_the_others_shrink_there_are_no_outliers() -> None:

@@ -78,8 +78,9 @@ class Known:
     @property
     def counterfactuals(self) -> CounterfactualReport | None:
         """What replays with one thing changed have shown: of the capsule's own anomaly, nothing of one that shares it."""
-        own = self.capsule is not None and self.capsule.anomaly.id == self.anomaly.id
-        return self.capsule.counterfactuals if own and self.capsule is not None else None
+        if self.capsule is None or self.capsule.anomaly.id != self.anomaly.id:
+            return None
+        return self.capsule.counterfactuals
 
     # -- numbers
 
