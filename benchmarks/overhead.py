@@ -14,6 +14,9 @@ profiler that has run in a process makes later launches in it slower.
 Device time is compared at one clock: a device that works less draws less power and goes faster, by 1 to 3%, so each is scaled
 by the time that the model's own matrix products took in the same trace.
 
+`host_ms` is how long the training thread takes to launch one step, from an idle device on. Where it comes near the step's time,
+the host is what the device waits for, and so is in every loop that waits for the device (`--reads`).
+
 The floor is the time to read, at this device's measured bandwidth, every byte that the statistics are a function of, averaged
 over the cadence.
 """
@@ -64,7 +67,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 """What `--activations` compares with the default, one thing at a time."""
 MODES = ("eager", "compiled", "reduce-overhead")
 SHOWN = (
-    "mean_overhead", "cost_ms", "floor_ms", "busy_ms", "busy_overhead", "launches", "memory_bytes", "synchronise_calls",
+    "mean_overhead", "cost_ms", "floor_ms", "host_ms", "busy_ms", "busy_overhead", "launches", "memory_bytes",
+    "synchronise_calls",
 )  # fmt: skip
 PRODUCTS = ("nvjet", "gemm", "cutlass", "flash", "fmha")
 """Parts of the names of kernels that multiply matrices."""
@@ -142,7 +146,9 @@ class Case:
     run: Any = None
     held: int = 0  # bytes of device memory that watching took at once
     before_step: Callable[[Tensor], None] = lambda loss: None
+    reads: bool = False  # the loss, at every step: the training thread waits for the device before it goes on
     times: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)  # seconds in which a step was launched, nothing else being under way
     steps: int = 0
 
     def step(self) -> None:
@@ -157,6 +163,8 @@ class Case:
         self.before_step(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.reads:
+            wait(tokens)
         if self.run is not None:
             self.run.step(loss=loss.detach(), tokens=tokens.numel())
         self.steps += 1
@@ -322,6 +330,7 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         cases["trainscope, default"] = make("trainscope", device, mode, data, None, folder)
         trainscope(cases["trainscope, default"], folder / "trainscope")
     for case in cases.values():
+        case.reads = arguments.reads
         for _ in range(arguments.warmup):
             case.step()
     memory = {}
@@ -360,6 +369,8 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
             "quartiles": [low, high],
             "mean_overhead": sum(case.times) / sum(base.times) - 1,
         }
+        if case.hosts:
+            rows[name]["host_ms"] = 1e3 * statistics.median(case.hosts)
         if name in memory:
             rows[name]["memory_bytes"] = memory[name] - memory["base"]
         settings = configurations.get(name)
@@ -388,8 +399,10 @@ def timed(case: Case, steps: int) -> float:
     if case.run is not None:
         torch.cuda.set_sync_debug_mode("error")
     begin = time.perf_counter()
-    for _ in range(steps):
+    for number in range(steps):
         case.step()
+        if number == 0 and not case.reads:
+            case.hosts.append(time.perf_counter() - begin)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     return (time.perf_counter() - begin) / steps
@@ -511,6 +524,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=int, nargs=2, help="sequences, and tokens of each with the target; a small one is launch-bound"
     )
+    parser.add_argument("--reads", action="store_true", help="a loop that reads its loss at every step, and waits for it")
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="names of the cases besides the base")
     parser.add_argument("--peers", action="store_true", help="also wandb.watch, trainscope and a naive loop")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
 from trackbridge.errors import UsageError
+from trackbridge.probes import reduce
 
 
 def linear(seed: int = 0) -> nn.Sequential:
@@ -306,6 +307,47 @@ def test_clipping_one_of_two_models() -> None:
     found = lab.close()
     assert found["grad/norm"] == pytest.approx(math.hypot(total(before), total(other)), rel=1e-6)
     assert found["grad/norm_clipped"] == pytest.approx(math.hypot(0.01, total(other)), rel=1e-3)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as they were clipped", "one changed since"])
+def test_one_clipping_for_two_optimizers_measures_each_gradient_once(changed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"g": linear(0), "d": linear(1)}
+    optimizers = {key: sgd(model) for key, model in models.items()}
+    lab = Lab(models, optimizers)
+    for model in models.values():
+        (10 * model(data()).square().mean()).backward()
+    lab.instruments.clip_grad_norm_(0.1)
+    if changed:
+        with torch.no_grad():
+            next(models["d"].parameters()).grad.mul_(3.0)
+    wanted = {f"{key}.{name}": norm for key, model in models.items() for name, norm in norms(model).items()}
+    measured: list[int] = []
+    summary = reduce.summary
+    monkeypatch.setattr(reduce, "summary", lambda tensors, **how: measured.append(len(tensors)) or summary(tensors, **how))
+    for optimizer in optimizers.values():
+        optimizer.step()
+    assert layer(lab.close()) == pytest.approx(wanted, rel=1e-6)
+    assert measured == ([1] if changed else [])
+    for optimizer in optimizers.values():  # nothing is known of the next step's
+        optimizer.step()
+    assert sum(measured) == len(wanted) + changed
+
+
+def test_what_an_optimizer_holds_may_change() -> None:
+    lab = Lab(model := linear(), optimizer := sgd(model))
+    held = optimizer.param_groups[0]["params"]
+    names = [name for name, _ in model.named_parameters()]
+
+    def measured() -> set[str]:
+        model(data()).square().mean().backward()
+        optimizer.step()
+        return set(layer(lab.close()))
+
+    assert measured() == set(names)
+    taken = held.pop()
+    assert measured() == set(names[:-1])
+    held[0] = taken  # as many as before
+    assert measured() == set(names[1:])
 
 
 def test_a_closure_computes_its_gradient_inside_the_step() -> None:

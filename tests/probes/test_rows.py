@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from trackbridge.probes.rows import Rows
+from trackbridge.probes import cpu, rows
+from trackbridge.probes.rows import Rows, alike
 from trackbridge.slab import Field, Slab
 
 SIZE = 8
@@ -37,3 +39,35 @@ def test_fields_that_do_not_lie_side_by_side_are_refused() -> None:
     slab = Slab([Field("a", SIZE), Field("between", 1), Field("b", SIZE)], torch.device("cpu"))
     with pytest.raises(AssertionError):
         Rows(slab, "a", "b")
+
+
+KINDS = (
+    lambda: torch.randn(3),
+    lambda: nn.Parameter(torch.randn(2, 2)),
+    lambda: torch.randn(2).double(),
+    lambda: torch.randn(2).bfloat16(),
+    lambda: torch.zeros(0),
+    lambda: torch.zeros(2, dtype=torch.complex64),
+    lambda: torch.zeros(2, device="meta"),
+    lambda: torch.eye(3).to_sparse(),
+    lambda: torch.arange(3),
+)
+
+
+@given(st.lists(st.integers(0, len(KINDS) - 1), max_size=6), st.booleans())
+def test_tensors_that_are_all_alike_are_grouped_as_any_others(kinds: list[int], same: bool) -> None:
+    tensors = [KINDS[kinds[0] if same else kind]() for kind in kinds]
+    places = list(range(10, 10 + len(tensors)))
+    quick, thorough = alike(places, tensors), rows._sorted(zip(places, tensors, strict=True))
+    assert [some for some, _ in quick] == [some for some, _ in thorough]
+    for (_, group), (_, other) in zip(quick, thorough, strict=True):
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(group, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_copy_has_the_bits_and_is_apart(dtype: torch.dtype) -> None:
+    whole = torch.randn(6, 4).to(dtype)
+    given_ = [nn.Parameter(whole), whole.T, whole[::2, 1], whole[0, 0], torch._neg_view(torch.randn(3))]
+    for tensor, copy in zip(given_, cpu.copied(given_), strict=True):
+        assert copy.dtype is tensor.dtype and copy.is_contiguous() and not copy.requires_grad
+        assert torch.equal(copy.double(), tensor.double()) and copy.data_ptr() != tensor.data_ptr()

@@ -63,7 +63,7 @@ class ChecksumProbe:
     @torch.no_grad()
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
         if self._gate.due(self._every):
-            for rows, tensors in alike((row, p.detach()) for row, p in self._subject.members(optimizer)):
+            for rows, tensors in alike(*self._subject.members(optimizer)):
                 self._sums.write(rows, checksums(tensors))
                 self._seen[rows] = 1.0
 

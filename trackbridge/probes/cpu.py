@@ -30,6 +30,7 @@ SMALL = 1 << 11  # elements of a tensor that is joined with others
 JOINED = 1 << 15  # elements of those together
 LEAST = 1e-30  # a float32 sum of squares below this may have lost some
 Array = npt.NDArray[Any]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffers(threading.local):
@@ -124,10 +125,8 @@ def summarise(
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for which, starts in joined:
             now = [tensors[i] for i in which]
-            if factor is not None:
-                for tensor in now:
-                    x = tensor.detach().numpy()
-                    np.multiply(x, factor, out=x)
+            if by is not None:
+                torch._foreach_mul_(now, by)
             before = None if old is None else _join([old[i] for i in which])
             result[:, which] = _joined(_join(now), starts, before, sums)
         for i in alone:
@@ -137,6 +136,15 @@ def summarise(
             else:
                 result[:, i] = _alone(flat, None if old is None else old[i].reshape(-1), factor)
     return result
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `tensors`, contiguous."""
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        word = _WORDS[tensor.element_size()]  # numpy does not know every dtype
+        np.copyto(copy.view(word).numpy(), tensor.detach().resolve_neg().view(word).numpy())
+    return copies
 
 
 def norms(tensors: Sequence[Tensor]) -> FloatArray:

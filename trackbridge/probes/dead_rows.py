@@ -22,7 +22,7 @@ from trackbridge.config import ParametersConfig
 from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.cpu import PIECE
 from trackbridge.probes.reduce import kernels_for
-from trackbridge.probes.rows import Rows, alike
+from trackbridge.probes.rows import Rows, alike, parted
 from trackbridge.probes.subject import Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -65,8 +65,9 @@ class DeadRowProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every):
             return
-        dense, found = [], []
-        for row, parameter in self._subject.members(optimizer):
+        dense: list[tuple[int, Tensor]] = []
+        found = []
+        for row, parameter in zip(*self._subject.members(optimizer), strict=True):
             grad = parameter.grad
             if grad is None or parameter.dim() < 2 or not _has_rows(parameter):
                 continue
@@ -74,7 +75,7 @@ class DeadRowProbe(OfGradients):
                 found.append((row, self._sparse(row, grad)))
             else:
                 dense.append((row, grad))
-        for rows, gradients in alike(dense):
+        for rows, gradients in alike(*parted(dense)):
             self._note(rows, dead_rows(gradients, [self._counts(row, g) for row, g in zip(rows, gradients, strict=True)]))
         for row, dead in found:
             self._note([row], dead.reshape(1))

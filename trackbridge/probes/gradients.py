@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from trackbridge.errors import Part, UsageError
 from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.layout import copies_of, world_size
-from trackbridge.probes.rows import Rows, alike, root_sum
+from trackbridge.probes.rows import Rows, alike, parted, root_sum, with_gradients
 from trackbridge.probes.subject import Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -34,6 +35,21 @@ TOTALS = (
 MEANS_EVERY = 10  # on the CPU, where they take two more passes
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
+_VERSION = attrgetter("_version")
+
+
+class Scaled(NamedTuple):
+    """Gradients that clipping measured, by row, and the versions they had then."""
+
+    rows: list[int]
+    gradients: list[Tensor]
+    versions: list[int]
+
+    def are(self, rows: list[int], gradients: list[Tensor]) -> bool:
+        """True if `gradients` are all of these and nothing has written to them since."""
+        return (
+            rows == self.rows and all(map(is_, gradients, self.gradients)) and list(map(_VERSION, gradients)) == self.versions
+        )
 
 
 class GradientProbe(OfGradients):
@@ -45,7 +61,7 @@ class GradientProbe(OfGradients):
         self._gate = gate
         self._part = part
         size = len(subject.parameters)
-        self._scaled: dict[int, tuple[Tensor, int]] = {}  # gradients that clipping measured, and their version then
+        self._scaled: list[Scaled] = []  # what clipping measured in this step
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -126,16 +142,9 @@ class GradientProbe(OfGradients):
         nothing was done. Nothing that may fail comes after the first multiplication."""
         if foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
             return None
-        rows, gradients, row_of = [], [], self._subject.row
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.numel():
-                row = row_of(parameter)
-                if row is None:
-                    return None
-                rows.append(row)
-                gradients.append(gradient)
-        if not reduce.scalable(gradients, total):
+        known, given = with_gradients(self._subject.rows(parameters), parameters)
+        rows, gradients = parted([(row, g) for row, g in zip(known, given, strict=True) if row is not None and g.numel()])
+        if None in known or not reduce.scalable(gradients, total):
             return None
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         return rows, gradients, reduce.scale(gradients, factor, total, means=self._with_means())
@@ -144,7 +153,7 @@ class GradientProbe(OfGradients):
         found = reduce.scaled_summary(partial)
         (self._all if len(found) == len(MEASURED) else self._first).write(rows, found)
         self._counted[rows] = 1.0
-        self._scaled |= {row: (gradient, gradient._version) for row, gradient in zip(rows, gradients, strict=True)}
+        self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
     @torch.no_grad()
     def _note(self, total: Tensor, norm_type: float, parameters: Sequence[Tensor] | None, place: int) -> None:
@@ -169,8 +178,8 @@ class GradientProbe(OfGradients):
             self._counted[rows] = 1.0
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
-        pairs = ((self._subject.row(p), p.grad) for p in parameters)
-        return alike((row, grad) for row, grad in pairs if row is not None and grad is not None)
+        rows, gradients = with_gradients(self._subject.rows(parameters), parameters)
+        return alike(*parted([(row, grad) for row, grad in zip(rows, gradients, strict=True) if row is not None]))
 
     @torch.no_grad()
     def _look(self, optimizer: Any) -> None:
@@ -178,24 +187,31 @@ class GradientProbe(OfGradients):
             return
         place, means = 1.0 + self._subject.place(optimizer), self._with_means()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        scaled = self._scaled if scale is None else {}
-        known, held = [], []
-        for row, parameter in self._subject.members(optimizer):
-            gradient = parameter.grad
-            if gradient is None:
-                if parameter.requires_grad:
-                    self._missing[row] = 1.0
-                continue
-            then = scaled.pop(row, None)
-            if then is not None and then[0] is gradient and then[1] == gradient._version:  # unchanged since
+        members = self._subject.members(optimizer)
+        rows, gradients = with_gradients(*members)
+        if len(rows) < len(members.rows):
+            missing = zip(*members, strict=True)
+            self._missing[[row for row, p in missing if p.grad is None and p.requires_grad]] = 1.0
+        if scale is None:
+            known, rows, gradients = self._known(rows, gradients)
+            self._seen[known] = self._held[known] = place
+        for some, group in alike(rows, gradients):
+            self._write(some, reduce.summary(group, means=means), scale)
+            self._seen[some] = self._held[some] = place
+
+    def _known(self, rows: list[int], gradients: list[Tensor]) -> tuple[list[int], list[int], list[Tensor]]:
+        """The rows of those that clipping has measured; rows and gradients of the others."""
+        if any(scaled.are(rows, gradients) for scaled in self._scaled):  # as a rule: one clipping, one optimizer
+            return rows, [], []
+        then = {row: (g, version) for scaled in self._scaled for row, g, version in zip(*scaled, strict=True)}
+        known, others = [], []
+        for row, gradient in zip(rows, gradients, strict=True):
+            of, version = then.get(row, (None, 0))
+            if of is gradient and version == gradient._version:
                 known.append(row)
             else:
-                held.append((row, gradient))
-        if known:
-            self._seen[known] = self._held[known] = place
-        for rows, gradients in alike(held):
-            self._write(rows, reduce.summary(gradients, means=means), scale)
-            self._seen[rows] = self._held[rows] = place
+                others.append((row, gradient))
+        return known, *parted(others)
 
     def _with_means(self) -> bool:
         due = self._gate.due(self._means_every)

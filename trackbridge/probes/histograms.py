@@ -9,7 +9,7 @@ copies of the counts, which are then summed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from trackbridge.probes.base import Gate
 from trackbridge.probes.layout import world_size
 from trackbridge.probes.reduce import kernels_for
 from trackbridge.probes.room import spare_bytes
-from trackbridge.probes.rows import alike
+from trackbridge.probes.rows import Group, alike, with_gradients
 from trackbridge.probes.subject import Subject
 from trackbridge.records import FloatArray, Histograms
 
@@ -84,7 +84,7 @@ class HistogramProbe:
         if self._measuring:
             if closure:
                 self._gradients(optimizer)
-            self._count(WEIGHT, ((row, p.detach()) for row, p in self._subject.members(optimizer)))
+            self._count(WEIGHT, self._subject.members(optimizer))
 
     def take(self) -> RawHistograms | None:
         """What this step measured, None if nothing; the copy to the host is under way."""
@@ -103,13 +103,12 @@ class HistogramProbe:
         self._found = []
 
     def _gradients(self, optimizer: Any) -> None:
-        members = ((row, parameter.grad) for row, parameter in self._subject.members(optimizer))
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        self._count(GRAD, ((row, grad.detach()) for row, grad in members if grad is not None), scale)
+        self._count(GRAD, with_gradients(*self._subject.members(optimizer)), scale)
 
     @torch.no_grad()
-    def _count(self, kind: str, pairs: Iterator[tuple[int, Tensor]], scale: Tensor | None = None) -> None:
-        for rows, tensors in alike(pairs):
+    def _count(self, kind: str, members: Group, scale: Tensor | None = None) -> None:
+        for rows, tensors in alike(*members):
             device = tensors[0].device
             if device.type == "cpu":
                 counts = torch.from_numpy(np.stack([count_on_cpu(tensor, scale) for tensor in tensors]))

@@ -6,9 +6,11 @@ where there is no float64). On the CPU the result is a function of the tensor al
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from trackbridge.probes import cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
+_KIND = attrgetter("device", "dtype", "layout", "requires_grad")
 
 
 class Summary(NamedTuple):
@@ -74,16 +77,14 @@ def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
     on_cpu = total.device.type == "cpu"
     if (total.dtype is not torch.float32 or not math.isfinite(total.item())) if on_cpu else kernels_for(total) is None:
         return False
-    device, dtype = total.device, tensors[0].dtype
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.device != device:
-            return False
-        if tensor.layout is not torch.strided or tensor.requires_grad:
-            return False
-        if not tensor.is_contiguous() and (on_cpu or not torch.ops.aten.is_non_overlapping_and_dense(tensor)):
+    dtype = tensors[0].dtype
+    if set(map(type, tensors)) != {Tensor} or set(map(_KIND, tensors)) != {(total.device, dtype, torch.strided, False)}:
+        return False
+    for tensor in itertools.filterfalse(Tensor.is_contiguous, tensors):
+        if on_cpu or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return False
     known = dtype is torch.float32 if on_cpu else dtype in DTYPES
-    return known and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+    return known and len(set(map(Tensor.data_ptr, tensors))) == len(tensors)
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, means: bool = True) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from trackbridge.probes.subject import local
+from trackbridge.probes.subject import PLAIN, local
 from trackbridge.slab import Slab
 
 
@@ -30,7 +31,7 @@ class Rows:
         """`values`, shape (len(rows),) or (fields, len(rows)), to `rows`, in any order. Without a sync."""
         if self._array is not None:
             self._array[..., rows] = values.numpy(force=True)
-        elif all(row == place for place, row in enumerate(rows, rows[0])):  # not those of an optimizer with several groups
+        elif list(rows) == list(range(rows[0], rows[0] + len(rows))):  # not those of an optimizer with several groups
             self._view[..., rows[0] : rows[-1] + 1].copy_(values, non_blocking=True)
         else:
             self._view.index_copy_(-1, self._indices(tuple(rows)), values.to(self._view, non_blocking=True))
@@ -42,12 +43,23 @@ class Rows:
         return self._index[rows]
 
 
-PLAIN = (Tensor, Parameter)
+Group: TypeAlias = "tuple[list[int], list[Tensor]]"
+R = TypeVar("R", int, int | None)
+_KIND = attrgetter("device", "dtype", "layout")
 
 
-def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Tensor]]]:
+def alike(rows: Sequence[int], tensors: Sequence[Tensor]) -> list[Group]:
     """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; left out are complex ones and
     those without memory."""
+    kinds = set(map(_KIND, tensors))
+    if len(kinds) == 1 and set(map(type, tensors)).issubset(PLAIN):  # as a rule: and then without a look at each by itself
+        device, dtype, layout = kinds.pop()
+        if layout is torch.strided and dtype.is_floating_point and device.type != "meta" and all(map(Tensor.numel, tensors)):
+            return [(list(rows), list(tensors))]
+    return _sorted(zip(rows, tensors, strict=True))
+
+
+def _sorted(pairs: Iterable[tuple[int, Tensor]]) -> list[Group]:
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     last: tuple[torch.device, torch.dtype] | None = None
     rows: list[int] = []
@@ -64,6 +76,19 @@ def alike(pairs: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], list[Ten
         rows.append(row)
         tensors.append(tensor)
     return [group for (_, dtype), group in groups.items() if dtype.is_floating_point]
+
+
+def with_gradients(rows: Sequence[R], parameters: Sequence[Tensor]) -> tuple[list[R], list[Tensor]]:
+    """The gradients of those parameters that have one, and their rows."""
+    gradients = [parameter.grad for parameter in parameters]
+    if any(gradient is None for gradient in gradients):
+        rows = [row for row, gradient in zip(rows, gradients, strict=True) if gradient is not None]
+    return list(rows), [gradient for gradient in gradients if gradient is not None]
+
+
+def parted(pairs: Sequence[tuple[int, Tensor]]) -> Group:
+    """Rows and tensors side by side, of pairs of them."""
+    return [row for row, _ in pairs], [tensor for _, tensor in pairs]
 
 
 def root_sum(values: np.ndarray, present: np.ndarray) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,15 @@ from torch.optim import Optimizer
 from trackbridge import names
 
 logger = logging.getLogger("trackbridge")
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+class Members(NamedTuple):
+    """Watched parameters and their rows, side by side."""
+
+    rows: list[int]
+    parameters: list[Tensor]
 
 
 class Subject:
@@ -36,7 +46,8 @@ class Subject:
         self._rows: dict[int, int] = {}
         self._taken: set[str] = set()
         self._places = {id(optimizer): place for place, optimizer in enumerate(self.optimizers.values())}
-        self._strangers = 0
+        self._warned = False
+        self._members: dict[int, tuple[list[Tensor], Members]] = {}  # by optimizer: what it held, and those of them watched
         for key, model in self.models.items():
             for name, parameter in model.named_parameters():
                 self._add(prefix(key) + names.legal(names.clean(name)), key, parameter)
@@ -61,17 +72,21 @@ class Subject:
         self.models, self.optimizers, self.scaler = {}, {}, None
         self.parameters = []
         self._rows = {}
+        self._members = {}
 
-    def members(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
-        """(row, parameter) for every parameter that `optimizer` holds now."""
-        rows = self._rows
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                row = rows.get(id(parameter))
-                if row is not None:
-                    yield row, parameter
-                else:
-                    self._stranger()
+    def members(self, optimizer: Optimizer) -> Members:
+        """What `optimizer` holds now. Asked several times a step, so it is worked out anew only when that is something else."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._members.get(id(optimizer))
+        if known is None or len(known[0]) != len(held) or not all(map(is_, known[0], held)):
+            rows = [self._rows.get(id(parameter)) for parameter in held]
+            watched = Members(
+                [row for row in rows if row is not None], [p for p, row in zip(held, rows, strict=True) if row is not None]
+            )
+            if len(watched.rows) != len(held):
+                self._warn()
+            known = self._members[id(optimizer)] = held, watched
+        return known[1]
 
     def place(self, optimizer: Optimizer) -> int:
         """The number of an optimizer among those watched."""
@@ -79,6 +94,9 @@ class Subject:
 
     def row(self, parameter: Tensor) -> int | None:
         return self._rows.get(id(parameter))
+
+    def rows(self, parameters: Iterable[Tensor]) -> list[int | None]:
+        return list(map(self._rows.get, map(id, parameters)))
 
     def _add(self, name: str, owner: str, parameter: Tensor) -> None:
         if id(parameter) not in self._rows:
@@ -90,13 +108,13 @@ class Subject:
             self.names.append(name)
             self.owners.append(owner)
 
-    def _stranger(self) -> None:
-        if not self._strangers:
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "trackbridge: the optimizer holds parameters that were not there at run.watch; they are not measured. "
                 "Call run.watch again after sharding the model or adding parameters."
             )
-        self._strangers += 1
 
 
 def prefix(key: str) -> str:
@@ -112,6 +130,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, the non-zero rows of a sparse tensor (duplicates summed), else the tensor itself."""
+    if tensor.layout is torch.strided and type(tensor) in PLAIN:
+        return tensor
     if tensor.layout is torch.sparse_coo:
         return tensor.coalesce().values()
     shard = getattr(tensor, "_local_tensor", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from trackbridge import names
 from trackbridge.config import ParametersConfig
-from trackbridge.probes import reduce
+from trackbridge.probes import cpu, reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.room import spare_bytes
-from trackbridge.probes.rows import Rows, alike, root_sum
+from trackbridge.probes.rows import Group, Rows, alike, parted, root_sum
 from trackbridge.probes.subject import Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -77,10 +77,7 @@ class WeightProbe:
 
     def _cover(self, kind: str, optimizer: Any) -> None:
         self._covered[kind].add(id(optimizer))
-        if kind == "weight":
-            rows = [row for row, parameter in self._subject.members(optimizer) if parameter.requires_grad]
-        else:
-            rows = [row for row, _ in _states(self._subject, optimizer, kind)]
+        rows, _ = self._trained(optimizer) if kind == "weight" else self._states(optimizer)[kind]
         self._held[kind][rows] = 1.0
 
     def detach(self) -> None:
@@ -90,16 +87,16 @@ class WeightProbe:
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         if not self._gate.due(self._weights_every):
             return
-        members = self._trained(optimizer)
+        rows, tensors = self._trained(optimizer)
         room = spare_bytes(self._subject.device)
-        if _bytes(members) > room:
+        if (size := _bytes(tensors)) > room:
             part = self._gate.turn(self._weights_every) % PARTS
-            members = [(row, tensor) for row, tensor in members if self._parts[row] == part]
-        size = _bytes(members)
+            rows, tensors = parted([(row, t) for row, t in zip(rows, tensors, strict=True) if self._parts[row] == part])
+            size = _bytes(tensors)
         if size <= room:
-            self._copies[id(optimizer)] = {
-                row: copy for rows, tensors in alike(members) for row, copy in zip(rows, _copied(tensors), strict=True)
-            }
+            copies = self._copies[id(optimizer)] = {}
+            for some, group in alike(rows, tensors):
+                copies.update(zip(some, _copied(group), strict=True))
         elif not self._refused:
             self._refused = True
             logger.info("trackbridge: some parameters have no update_ratio: no room for a copy of %d bytes", size)
@@ -109,23 +106,47 @@ class WeightProbe:
         copies = self._copies.pop(id(optimizer), {})
         if self._gate.due(self._weights_every):
             members = self._trained(optimizer)
-            for rows, tensors in alike(member for member in members if member[0] in copies):
-                moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
-                assert moved is not None
-                self._write("update", rows, moved)
-            for rows, tensors in alike(member for member in members if member[0] not in copies):
-                self._change(rows, tensors)
-            self._seen["update"][[row for row, tensor in members if not tensor.numel()]] = 1.0
+            for rows, tensors in alike(*members):
+                if all(row in copies for row in rows):
+                    self._moved(rows, tensors, copies)
+                else:
+                    pairs = list(zip(rows, tensors, strict=True))
+                    if copied := [pair for pair in pairs if pair[0] in copies]:
+                        self._moved(*parted(copied), copies)
+                    self._change(*parted([pair for pair in pairs if pair[0] not in copies]))
+            if not all(map(Tensor.numel, members[1])):
+                self._seen["update"][[row for row, tensor in zip(*members, strict=True) if not tensor.numel()]] = 1.0
             self._cover("weight", optimizer)
         if self._gate.due(self._moments_every):
-            for kind in MOMENTS:
-                for rows, tensors in alike(_states(self._subject, optimizer, kind)):
+            for kind, states in self._states(optimizer).items():
+                for rows, tensors in alike(*states):
                     self._write(kind, rows, reduce.norms(tensors))
             self._cover("exp_avg", optimizer)
 
-    def _trained(self, optimizer: Any) -> list[tuple[int, Tensor]]:
-        """Row and this rank's shard of what `optimizer` trains; some may be empty."""
-        return [(row, local(p.detach())) for row, p in self._subject.members(optimizer) if p.requires_grad]
+    def _trained(self, optimizer: Any) -> Group:
+        """Rows and this rank's shards of what `optimizer` trains; some may be empty."""
+        rows, parameters = self._subject.members(optimizer)
+        if not all(parameter.requires_grad for parameter in parameters):
+            rows, parameters = parted([(row, p) for row, p in zip(rows, parameters, strict=True) if p.requires_grad])
+        return rows, list(map(local, parameters))
+
+    def _states(self, optimizer: Any) -> dict[str, Group]:
+        """By kind of moment: rows and states of the parameters that have it."""
+        rows, parameters = self._subject.members(optimizer)
+        found: dict[str, Group] = {kind: ([], []) for kind in MOMENTS}
+        for row, state in zip(rows, map(optimizer.state.get, parameters), strict=True):
+            if isinstance(state, Mapping):
+                for kind, (some, tensors) in found.items():
+                    value = state.get(kind)
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        some.append(row)
+                        tensors.append(value)
+        return found
+
+    def _moved(self, rows: list[int], tensors: list[Tensor], copies: Mapping[int, Tensor]) -> None:
+        moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
+        assert moved is not None
+        self._write("update", rows, moved)
 
     def _change(self, rows: list[int], tensors: list[Tensor], old: list[Tensor] | None = None) -> reduce.Change:
         found = reduce.change(tensors, old)
@@ -179,11 +200,13 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def _bytes(members: Sequence[tuple[int, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in members)
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    if tensors[0].device.type == "cpu":
+        return cpu.copied(tensors)
     copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
@@ -191,12 +214,3 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
 
 def _covers(seen: BoolArray, held: BoolArray) -> bool:
     return bool(held.any() and not (held & ~seen).any())
-
-
-def _states(subject: Subject, optimizer: Any, kind: str) -> Iterator[tuple[int, Tensor]]:
-    """(row, state tensor) of the parameters that have this kind of optimizer state."""
-    for row, parameter in subject.members(optimizer):
-        state = optimizer.state.get(parameter)
-        value = state.get(kind) if isinstance(state, Mapping) else None
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield row, value
