@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import rich.console
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from tests import replays
-from trackbridge import __version__
+from trackbridge import __version__, load
 from trackbridge.cli import app
 from trackbridge.cli.common import sparkline
 from trackbridge.cli.doctor import show
@@ -248,3 +253,106 @@ def test_a_spike_survives_in_the_sparkline() -> None:
     values[100] = np.nan
     assert sparkline(values, 40)[0] == "!"
     assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize("height", [9.0, 300.0, 3e4, 1e300])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_spike_does_not_flatten_the_course(height: float, sign: int) -> None:
+    """However far off it is, it has the highest bar alone, and the fall from 10 to 2 before it is still seen."""
+    course = 2 + 8 / np.sqrt(np.arange(1, 401))
+    values = sign * course
+    values[300:303] = sign * height
+    line, usual = sparkline(values, 40), sparkline(sign * course, 40)
+    far = "█" if sign > 0 else "▁"
+    assert line[30] == far and (height < 20 or line.count(far) == 1)
+    assert len(set(line[:30])) >= len(set(usual[:30])) - 2, f"{line} beside {usual}"
+
+
+@given(st.lists(st.floats(), max_size=60), st.integers(1, 50))
+def test_any_values_give_a_sparkline(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values)) and set(line) <= set("▁▂▃▄▅▆▇█!")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
+def test_a_higher_value_never_has_a_lower_bar(values: list[float]) -> None:
+    bars = sorted(zip(values, map("▁▂▃▄▅▆▇█".index, sparkline(values)), strict=True))
+    assert [bar for _, bar in bars] == sorted(bar for _, bar in bars)
+    assert bars[0][1] == 0 and (bars[-1][1] == 7 or bars[0][0] == bars[-1][0])
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Gives the commands a terminal so wide."""
+    real = rich.console.Console
+
+    def set_width(width: int) -> None:
+        monkeypatch.setattr("rich.console.Console", lambda **given: real(**{**given, "width": width}))
+
+    return set_width
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_show_fits_the_terminal_and_shows_every_bar(recorded: Path, width: int, terminal: Callable[[int], None]) -> None:
+    terminal(width)
+    said = call("show", recorded).stdout
+    curves = [line.rstrip() for line in said.splitlines() if re.match("(train|grad|perf|optim|trackbridge)/", line)]
+    assert len(curves) > 3 and "…" not in said
+    assert all(len(line) <= width for line in curves)
+    steps, loss = load(recorded).series("train/loss")
+    (shown,) = [line for line in curves if line.startswith("train/loss")]
+    assert shown.endswith(f"at {steps[loss.argmax()]}") and "█" in shown
+
+
+def test_a_runs_id_is_never_cut(recorded: Path, tmp_path: Path, terminal: Callable[[int], None]) -> None:
+    run = tmp_path / "20261128-205907-9fab09"
+    shutil.copytree(recorded, run)
+    told = (run / "run.json").read_text(encoding="utf-8")
+    (run / "run.json").write_text(told.replace(f'"{recorded.name}"', f'"{run.name}"'), encoding="utf-8")
+    terminal(80)
+    assert run.name in call("runs", tmp_path).stdout
+
+
+def test_a_command_that_is_advised_is_never_broken(recorded: Path, undelivered: Path, terminal: Callable[[int], None]) -> None:
+    advice = [finding["advice"] for finding in answer("show", recorded, "--findings")["findings"] if finding["advice"]]
+    where = answer("show", recorded)["backends"][0]["where"]
+    terminal(60)
+    said = call("show", recorded, "--findings").stdout
+    assert advice and all(text in said for text in advice)
+    assert where.startswith("tensorboard --logdir") and where in call("show", recorded).stdout
+    assert "--samples_per_plugin scalars=1000000" in call("sync", undelivered).stdout
+
+
+def test_a_reference_that_is_no_run_here_says_what_is_wrong(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for command in ("show", "sync", "export", "rollback"):
+        for reference, words in (
+            (f"{recorded}@{replays.BAD}", f"leave @{replays.BAD} away"),
+            (f"mlflow:{recorded.name}", "is in a tracker, and this reads runs on this disk"),
+            (str(tmp_path / "file"), "is a file; give a run directory"),
+        ):
+            result = call(command, reference)
+            assert result.exit_code == 2 and words in one_line(result.stderr), (command, reference)
+
+
+def test_scan_takes_the_run_as_the_other_commands_do(recorded: Path, tmp_path: Path) -> None:
+    folder = recorded.parent
+    for reference in (recorded, folder, recorded.name, "tiny [lr=1e-3]"):
+        found = answer("scan", reference, "--dir", folder)
+        assert found["steps"] == replays.STEPS and replays.BAD in [anomaly["onset"] for anomaly in found["anomalies"]]
+    near = call("scan", recorded.name[:-1], "--dir", folder)
+    assert near.exit_code == 2 and f"did you mean '{recorded.name}'" in one_line(near.stderr)
+    whole = call("scan", f"{recorded.name}@{replays.BAD}", "--dir", folder)
+    assert whole.exit_code == 2 and f"leave @{replays.BAD} away" in one_line(whole.stderr)
+    capsule = call("scan", next((recorded / "capsules").glob("*/manifest.json")).parent)
+    assert capsule.exit_code == 2 and f"scan its run, {recorded}" in one_line(capsule.stderr)
+    for name in ("one", "two"):
+        shutil.copytree(recorded, tmp_path / name)
+    several = call("scan", tmp_path)
+    assert several.exit_code == 2 and "holds 2 runs, name one of: one, two" in one_line(several.stderr)
+
+
+def test_every_command_that_takes_json_prints_json(recorded: Path, tmp_path: Path) -> None:
+    assert answer("report", recorded, "--post-mortem")["post_mortem"].startswith("# Post-mortem")
+    plan = answer("replay", recorded, "--plan", tmp_path / "skip.json")
+    assert plan["batches"] == len(json.loads(Path(plan["path"]).read_text())["skips"]) > 0

@@ -100,7 +100,8 @@ def test_it_leaves_what_its_documentation_says(told: Any) -> None:
 
 def test_it_shows_what_it_promises(told: Any) -> None:
     said = told["said"]
-    for words in ("first mover", "mlflow ui", "tensorboard --logdir", "wandb leet", "replay verdict: exact", "report.html"):
+    shown = ("first mover: ", "the run: trackbridge show ", "replay verdict: exact", "report.html")
+    for words in (*shown, "mlflow ui", "tensorboard --logdir", "wandb leet"):
         assert words in said
 
 

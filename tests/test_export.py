@@ -100,7 +100,7 @@ def test_jsonl_is_strict(run: RunDirectory, tmp_path: Path) -> None:
 
 def test_names_and_mistakes(run: RunDirectory, tmp_path: Path) -> None:
     assert export(run.path, "csv", tmp_path / "a.csv", names=["grad/*", "eval/loss"]).series == ("grad/norm", "eval/loss")
-    with pytest.raises(UsageError, match=r"no series 'grad/nrm' \(did you mean 'grad/norm'\?\)"):
+    with pytest.raises(UsageError, match=r"no series 'grad/nrm' \(did you mean 'grad/norm'\?\); there are: .*eval/loss"):
         export(run.path, "csv", tmp_path / "b.csv", names=["grad/nrm"])
     with pytest.raises(UsageError, match=r"a\.csv exists: name another file with --out"):
         export(run.path, "csv", tmp_path / "a.csv")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.detectors.kit import loss_curve
 from trackbridge import detect
 from trackbridge.cli import app
-from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.scan import scan
 from trackbridge.scan.columns import Choice, choose, step_column
 from trackbridge.scan.plot import page, thinned
@@ -27,6 +27,7 @@ def spiked(steps: int = 600) -> np.ndarray:
 
 
 def table(path: Path, header: str, rows: list[str]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     return path
 
@@ -114,6 +115,65 @@ def test_what_is_not_there_or_no_curve(tmp_path: Path) -> None:
         scan(tmp_path / "bytes.csv")
     with pytest.raises(UsageError, match="holds no number"):
         scan(table(tmp_path / "words.csv", "step,loss", ["1,low"]))
+
+
+def test_a_folder_of_several_runs_is_an_error_that_lists_them(tmp_path: Path) -> None:
+    """Not a scan of one of them, nor of all mixed."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for name in ("a", "b"):
+        table(tmp_path / "tables" / f"{name}.csv", "loss", ["1"])
+        with SummaryWriter(tmp_path / "logs" / name) as writer:
+            writer.add_scalar("loss", 1.0, 0)
+        file = tmp_path / "wandb" / f"offline-run-20261128_101500-{name}" / f"run-{name}.wandb"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder, listed in (
+        ("tables", "tables/a.csv, .*tables/b.csv"),
+        ("logs", "logs/a, .*logs/b"),
+        ("wandb", "offline-run-20261128_101500-a, .*offline-run-20261128_101500-b"),
+    ):
+        with pytest.raises(UsageError, match=f"holds 2 (runs|tables), scan one of: .*{listed}$"):
+            scan(tmp_path / folder)
+    assert len(scan(tmp_path / "tables" / "a.csv").steps) == len(scan(f"tensorboard:{tmp_path / 'logs' / 'a'}").steps) == 1
+
+
+def test_a_log_folder_of_one_run_in_parts_is_one_run(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for part in ("train", "validation"):
+        with SummaryWriter(tmp_path / part) as writer:
+            writer.add_scalar("loss", 1.0, 0)
+    assert scan(tmp_path).columns == {"train/loss": "train:loss"}
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("tensorboard:nowhere", "there is no TensorBoard log folder nowhere"),
+        ("wnadb:team/project/run", "did you mean 'wandb'"),
+        ("mlflow:abc@160", "leave @160 away"),
+        ("wandb:team/project/run@160", "leave @160 away"),
+        ("wandb:team/project/spike:latest", "is an artifact, which `trackbridge pull` brings"),
+        ("log.csv@3", "leave @3 away"),
+    ],
+)
+def test_a_wrong_reference_names_the_fix(reference: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "log.csv", "loss", ["1"])
+    with pytest.raises(TrackbridgeError, match=re.escape(words)) as caught:
+        scan(reference)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_ours_in_a_tracker_have_our_step(tmp_path: Path) -> None:
+    """W&B's own step goes on with records of other kinds. Rows of somebody else's loss beside ours have only that."""
+    rows = [f"{i + i // 100},{i},{v!r}," for i, v in enumerate(spiked().tolist())]
+    theirs = [f"{1000 + i},,,{v!r}" for i, v in enumerate(spiked().tolist())]
+    path = table(tmp_path / "log.csv", "_step,trackbridge/step,train/loss,own", [*rows, *theirs])
+    assert [a.onset for a in scan(path).anomalies] == [400]
+    assert [a.onset for a in scan(path, loss="own").anomalies] == [1400]
+    assert [a.onset for a in scan(path, step="_step").anomalies] == [404]
 
 
 @pytest.mark.parametrize("text", ["", "\n", "step,loss\n", "step\n1\n"])

@@ -170,7 +170,7 @@ class LayersConfig(Section):
 
 class DetectionConfig(Section):
     """Anomaly detection. Defaults were chosen on real curves, cross-validated by family, and on synthetic ones: see
-    docs/detection.md."""
+    docs/detection-measured.md."""
 
     enabled: bool = Field(True, description="look for anomalies at all")
     threshold: float = Field(4.505, gt=0, description="robust sigmas above the expected loss that make a spike")

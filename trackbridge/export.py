@@ -121,7 +121,8 @@ def _chosen(there: dict[str, None], wanted: Sequence[str]) -> tuple[str, ...]:
         return tuple(there)
     for pattern in wanted:
         if not any(fnmatch.fnmatchcase(name, pattern) or name == pattern for name in there):
-            raise UsageError(f"no series {pattern!r}{nearest(pattern, there)}; trackbridge show lists them")
+            some = ", ".join(list(there)[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+            raise UsageError(f"no series {pattern!r}{nearest(pattern, there)}; there are: {some}")
     return tuple(name for name in there if any(fnmatch.fnmatchcase(name, p) or name == p for p in wanted))
 
 

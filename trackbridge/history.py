@@ -52,7 +52,8 @@ def find(path: str | Path) -> RunDirectory:
     if directory.file.exists():
         return directory
     if not directory.path.is_dir():
-        raise ReferenceNotFoundError(f"{directory.path} does not exist; give a run directory, such as runs/<run-id>")
+        wrong = "is a file" if directory.path.exists() else "does not exist"
+        raise ReferenceNotFoundError(f"{directory.path} {wrong}; give a run directory, such as runs/<run-id>")
     inside = sorted(child.parent.name for child in directory.path.glob("*/run.json"))
     if len(inside) == 1:
         return RunDirectory(directory.path / inside[0])

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from wandb_kit import Connect
 
 from tests.detectors.kit import loss_curve
 from tests.wandb_server import WandbServer
 from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge.records import RunInfo
 from trackbridge.scan import Scan, scan
+from trackbridge.testing import deliver, end, rows
 
 STEPS = 300
 LOGGED = """
@@ -63,6 +66,17 @@ def test_wandb_online(loss: np.ndarray, tmp_path: Path, wandb_server: WandbServe
         scan(f"wandb:{wandb_server.entity}/old/absent")
     with pytest.raises(UsageError, match="ENTITY/PROJECT/RUN_ID"):
         scan("wandb:before")
+
+
+def test_our_own_rows_online_are_at_our_step(
+    wandb_server: WandbServer, connect: Connect, run: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at W&B's count of rows."""
+    backend = connect(run)
+    deliver(backend, rows(range(100, 110)))
+    backend.close(end(10), timeout=20)
+    monkeypatch.setenv("WANDB_BASE_URL", wandb_server.url)
+    assert scan(f"wandb:{wandb_server.entity}/{run.project}/{run.run_id}").steps.tolist() == list(range(100, 110))
 
 
 def test_mlflow(loss: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

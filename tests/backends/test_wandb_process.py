@@ -10,11 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 from wandb_kit import QUICK, Connect, QuickConfig, seqs
 
 from tests.wandb_server import Stall, WandbServer
 from trackbridge.backends.wandb import WandbBackend
 from trackbridge.backends.wandb_file import load
+from trackbridge.cli import app
 from trackbridge.errors import RetryLater
 from trackbridge.records import RunInfo
 from trackbridge.testing import anomaly, artifact, deliver, end, rows
@@ -56,6 +58,19 @@ def test_a_wrong_key_names_the_fix(wandb_server: WandbServer, run: RunInfo, monk
     monkeypatch.setenv("WANDB_API_KEY", "wrong" * 8)
     with pytest.raises(RetryLater, match="wandb login"):
         QuickConfig(base_url=wandb_server.url).build().open(run)
+
+
+@pytest.mark.parametrize("command", ["scan", "pull", "report", "view"])
+def test_no_key_is_said_once_with_the_fix(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not W&B's own advice with ours behind it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for variable in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    result = CliRunner().invoke(app, [command, "wandb:team/project/run"])
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "trackbridge: W&B: no API key is configured; run: wandb login, or set WANDB_API_KEY"
 
 
 SHOWS = """

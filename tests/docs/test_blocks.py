@@ -53,6 +53,8 @@ def shell(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.parametrize("page", [page for page, found in PAGES.items() if any(b.language in RUN for b in found)])
 def test_a_page_does_what_it_says(page: str, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page == QUICK:  # its reader has no run yet
+        shutil.rmtree(shell.folder / "runs")
     space: dict[str, object] = {"__name__": "docs"}
     runs: list[Any] = []
     begin = trackbridge.Run.__init__

@@ -33,7 +33,7 @@ from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.wandb_arrived import EXIT_CODES, Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
 from trackbridge.backends.wandb_fetch import fetch_capsule
-from trackbridge.backends.wandb_process import ClientError, Process
+from trackbridge.backends.wandb_process import ClientError, Process, reason
 from trackbridge.backends.wandb_rows import (
     LONGEST,
     anomaly_facts,
@@ -258,9 +258,7 @@ class WandbBackend:
             opened: Opened = self._process.call("open", target, timeout=min(self._pace.init * 2 + CALL_SECONDS, self._left()))
         except (ClientError, TimeoutError) as error:
             self._drop()
-            why = str(error).splitlines()[0]
-            hint = "; check the key with: wandb login" if "401" in why or "api key" in why.lower() else ""
-            raise RetryLater(30.0, f"W&B cannot open the run: {why}{hint}") from None
+            raise RetryLater(30.0, f"W&B cannot open the run: {reason(error)}") from None
         self._process.remember(opened.pids)
         if not opened.online and target.mode is None:
             logger.warning(

@@ -19,7 +19,7 @@ from trackbridge import untrusted
 from trackbridge.backends import held, wandb_file
 from trackbridge.backends.held import HeldCapsule, RemoteFile
 from trackbridge.backends.wandb_file import FileEntry, RecordedArtifact
-from trackbridge.backends.wandb_process import ClientError, Process
+from trackbridge.backends.wandb_process import ClientError, Process, ours
 from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
 
 KIND = "spike-capsule"
@@ -40,13 +40,12 @@ def fetch_capsule(where: str, step: int | None, dest: Path, *, max_bytes: int = 
         return _from_disk(folder, step, dest, max_bytes)
     if len(where.split("/")) != 3 or not all(where.split("/")):
         raise UsageError(f"{where!r} is no W&B reference; the forms are: {FORMS}")
-    known = {error.__name__: error for error in (ReferenceNotFoundError, UsageError, CapsuleError)}
     with tempfile.TemporaryDirectory(prefix="trackbridge-wandb-") as scratch:
         process = Process(Path(scratch))
         try:
             return Path(process.call("download", where, step, str(dest), max_bytes, timeout=_SECONDS))
         except ClientError as error:
-            raise known.get(error.kind, TrackbridgeError)(f"W&B: {str(error).splitlines()[0]}") from None
+            raise ours(error) from None
         except TimeoutError as error:
             raise TrackbridgeError(str(error)) from None
         finally:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trackbridge.backends.wandb_process import ClientError, Process
-from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError
+from trackbridge.backends.wandb_process import ClientError, Process, ours
+from trackbridge.errors import TrackbridgeError, UsageError
 
 FORM = "wandb:ENTITY/PROJECT/RUN_ID"
 _SECONDS = 900.0
@@ -38,8 +38,7 @@ class History:
             try:
                 return process.call(method, *arguments, timeout=_SECONDS)
             except ClientError as error:
-                kind = {"ReferenceNotFoundError": ReferenceNotFoundError}.get(error.kind, TrackbridgeError)
-                raise kind(f"W&B: {str(error).splitlines()[0]}") from None
+                raise ours(error) from None
             except TimeoutError as error:
                 raise TrackbridgeError(str(error)) from None
             finally:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from trackbridge import children
+from trackbridge.errors import CapsuleError, ReferenceNotFoundError, TrackbridgeError, UsageError
 
 FORGET = (
     "WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_NOTES",
@@ -38,6 +39,23 @@ class ClientError(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+def reason(error: Exception) -> str:
+    """What the client said, as one line that names the fix where the matter is the key. The client's own advice is left out:
+    it is of several lines, differs from version to version, and partly to call functions of the SDK."""
+    said = (str(error).splitlines() or [""])[0]
+    about = said.lower().replace("api_key", "api key")
+    if "no api key" in about or "api key not configured" in about:
+        return "no API key is configured; run: wandb login, or set WANDB_API_KEY"
+    return f"{said}; check the key with: wandb login" if "api key" in about or "401" in about else said
+
+
+def ours(error: ClientError) -> TrackbridgeError:
+    """The client's error as one of ours: a reference to nothing, a wrong one, a bad capsule, or else its text."""
+    known = {kind.__name__: kind for kind in (ReferenceNotFoundError, UsageError, CapsuleError)}
+    said = reason(error)
+    return known.get(error.kind, TrackbridgeError)(said if said.startswith("W&B") else f"W&B: {said}")
 
 
 class Process:

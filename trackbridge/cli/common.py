@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.errors import ReferenceNotFoundError, nearest
+from trackbridge import plugins
+from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
 from trackbridge.rundir import dumps
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Strict JSON on stdout, nothing else.")]
 
 _BARS = "▁▂▃▄▅▆▇█"
+_FAR = 2.0
+"""Heights of a bar that values far from the others have to themselves, at each end."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -47,18 +50,30 @@ def emit(value: Any) -> None:
 def find_run(reference: str, folder: Path) -> Path:
     """The run directory that `reference` names: a path, or a run's id or name in `folder`.
 
-    Raises `ReferenceNotFoundError` with the nearest one.
+    Raises `ReferenceNotFoundError` with the nearest one, or `UsageError` for what names something else than a run here.
     """
-    from trackbridge import history
-
     if Path(reference).exists():
         return Path(reference)
-    known = {key: run.path for run in (history.runs(folder) if folder.is_dir() else ()) for key in (run.name, run.run_id)}
+    known = known_runs(folder)
     if reference in known:
         return known[reference]
+    run, _, step = reference.rpartition("@")
+    if step.isdigit() and (run in known or Path(run).exists()):
+        raise UsageError(f"{reference!r} names a step, and this is about a whole run: leave @{step} away")
+    if reference.partition(":")[0] in plugins.available(plugins.BACKENDS):
+        others = "`trackbridge pull` brings a capsule from a tracker, `trackbridge scan` reads a curve there"
+        raise UsageError(f"{reference!r} is in a tracker, and this reads runs on this disk; {others}")
     raise ReferenceNotFoundError(
         f"no run {reference!r} here or in {folder}{nearest(reference, known)}; `trackbridge runs DIR` lists a folder's runs"
     )
+
+
+def known_runs(folder: Path) -> dict[str, Path]:
+    """The run directories in `folder` by name and by id; an id counts before a name."""
+    from trackbridge import history
+
+    found = history.runs(folder) if folder.is_dir() else []
+    return {run.name: run.path for run in found} | {run.run_id: run.path for run in found}
 
 
 def lags(backends: Sequence[BackendStatus]) -> str:
@@ -70,20 +85,35 @@ def lags(backends: Sequence[BackendStatus]) -> str:
 
 def sparkline(values: Any, width: int = 40) -> str:
     """`values` (finite or not) as one line of bars, each bar the value of its stretch that is farthest from the median, so
-    that a single spike survives; a non-finite stretch is ``!``."""
+    that a single spike survives; a non-finite stretch is ``!``. What lies far from the nine tenths of the bars that are closest
+    together gets at most two heights on either side: neither the spike nor the course beside it is flat."""
     import numpy as np
 
     given = np.asarray(values, dtype=np.float64)
     if not len(given):
         return ""
     finite = given[np.isfinite(given)]
-    middle = float(np.median(finite)) if len(finite) else 0.0
+    given = given / (float(np.abs(finite).max(initial=0.0)) or 1.0) / 4  # so that no sum or difference overflows
+    middle = float(np.median(given[np.isfinite(given)])) if len(finite) else 0.0
     stretches = np.array_split(given, min(width, len(given)))
-    peaks = [float(part[np.argmax(np.abs(part - middle))]) if np.isfinite(part).all() else np.nan for part in stretches]
-    shown = [peak for peak in peaks if np.isfinite(peak)]
-    low, high = (min(shown), max(shown)) if shown else (0.0, 1.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((peak - low) * scale)] if np.isfinite(peak) else "!" for peak in peaks)
+    peaks = np.array([part[np.argmax(np.abs(part - middle))] if np.isfinite(part).all() else np.nan for part in stretches])
+    known = np.isfinite(peaks)
+    heights = np.zeros(len(peaks))
+    if known.any():
+        heights[known] = np.interp(peaks[known], *_axis(sorted(peaks[known].tolist())))
+    return "".join(_BARS[round(height)] if fine else "!" for height, fine in zip(heights.tolist(), known, strict=True))
+
+
+def _axis(shown: list[float]) -> tuple[list[float], list[float]]:
+    """Values, ascending, and their heights, 0 to 7; between them heights are linear. `shown`: all there are, ascending."""
+    top = len(_BARS) - 1.0
+    least, most = shown[0], shown[-1]
+    count = len(shown) - len(shown) // 10
+    low, high = min(zip(shown, shown[count - 1 :], strict=False), key=lambda ends: ends[1] - ends[0])
+    if not low < high:
+        return [least, most], [0.0, top if least < most else 0.0]
+    down, up = (min(_FAR, top * (end / (most - least))) for end in (low - least, most - high))
+    return [least, low, high, most], [0.0, down, top - up, top]
 
 
 def number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, number, plain, sparkline
+from trackbridge.cli.common import Json, console, emit, plain, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +85,7 @@ def _tell(story: Story, out: Console) -> dict[str, Any]:
     out.print()
     for name, path in paths.items():
         out.print(f"{name}: [bold]{plain(path.absolute())}[/]", soft_wrap=True)
+    out.print(f"the run: trackbridge show {plain(story.record.path)}", soft_wrap=True)
     return {
         "run": story.record.info.run_id,
         "directory": story.directory,
@@ -131,19 +132,18 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
 
 
 def _anomalies(anomalies: Sequence[Anomaly], spike: Anomaly | None, out: Console) -> None:
-    from rich.table import Table
-
     from trackbridge import answers
+    from trackbridge.backends.words import anomaly_line
 
-    columns = ("anomaly", "step", "series", "value", "expected", "score", "first mover", "over after", "peak")
-    table = Table(*columns, box=None, pad_edge=False)
-    for a in anomalies:
-        over = "" if a.recovered_after is None else answers.plural(a.recovered_after, "step")
-        style = "bold red" if spike is not None and a.id == spike.id else None
-        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), answers.sigmas(a.score))
-        table.add_row(*at, answers.moved_first(a), over, answers.peak(a).removeprefix("peak "), style=style)
     out.print()
-    out.print(table if anomalies else "[red]no anomaly was detected[/]")
+    for a in anomalies:
+        style = "bold red" if spike is not None and a.id == spike.id else None
+        out.print(f"! {plain(anomaly_line(a))}", style=style, soft_wrap=True)
+        over = "" if a.recovered_after is None else f"over after {answers.plural(a.recovered_after, 'step')}"
+        more = "; ".join(text for text in (f"first mover: {answers.moved_first(a)}", over, answers.peak(a)) if text)
+        out.print(f"  [dim]{plain(more)}[/]", soft_wrap=True)
+    if not anomalies:
+        out.print("[red]no anomaly was detected[/]")
 
 
 def _deliveries(delivered: Sequence[Delivered], steps: int, out: Console) -> None:

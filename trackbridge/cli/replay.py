@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trackbridge import plugins
-from trackbridge.cli.common import Json, console, plain
+from trackbridge.cli.common import Json, console, emit, plain
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.ranks import Ranks
 from trackbridge.rebuilding import importing
@@ -62,7 +62,7 @@ def replay(
         capsule = _fetch(reference, dest)
         plugins.require("torch", "torch")
         if plan is not None:
-            _plan(capsule, plan)
+            _plan(capsule, plan, json=json and build is None)
         if build is None:
             return
         report, table, problem = _replay(capsule, build, runs, tries)
@@ -118,7 +118,7 @@ def _fetch(reference: str, dest: Path | None) -> SpikeCapsule:
         return pull(reference, dest)
 
 
-def _plan(capsule: SpikeCapsule, path: Path) -> None:
+def _plan(capsule: SpikeCapsule, path: Path, *, json: bool) -> None:
     from trackbridge.replay.guilty import skip_plan
 
     found = skip_plan(capsule)
@@ -126,6 +126,8 @@ def _plan(capsule: SpikeCapsule, path: Path) -> None:
         found.save(path)
     except OSError as error:
         raise UsageError(f"cannot write --plan {path}: {error.strerror or error}; choose another file") from None
+    if json:
+        emit({"path": path, "batches": len(found.skips)})
     say = console(stderr=True)
     batches = "1 batch" if len(found.skips) == 1 else f"{len(found.skips)} batches"
     plan = plain(repr(str(path)))
@@ -204,7 +206,7 @@ def _publish(capsule: SpikeCapsule) -> None:
     say = console(stderr=True)
     for status in done.backends:
         left = f"[yellow]{status.lag} records left; trackbridge sync {plain(directory.path)}[/]" if status.lag else "delivered"
-        say.print(f"{status.kind}: {left}{f'; {plain(status.where)}' if status.where else ''}")
+        say.print(f"{status.kind}: {left}{f'; {plain(status.where)}' if status.where else ''}", soft_wrap=True)
 
 
 def _print(report: ReplayReport) -> None:

@@ -47,7 +47,11 @@ def report(
     if template not in TEMPLATES:
         raise UsageError(f"unknown template {template!r}{nearest(template, TEMPLATES)}; there are: {', '.join(TEMPLATES)}")
     if post_mortem:
-        typer.echo(_post_mortem(reference, folder), nl=False)
+        text = _post_mortem(reference, folder)
+        if json:
+            emit({"post_mortem": text})
+        else:
+            typer.echo(text, nl=False)
         return
     chosen = TEMPLATES[template]
     ref, record = _parse(reference, folder)
@@ -197,15 +201,12 @@ def _client(base_url: str | None) -> Iterator[Process]:
 
 
 def _ask(process: Process, method: str, *arguments: Any) -> Any:
-    from trackbridge.backends.wandb_process import ClientError
+    from trackbridge.backends.wandb_process import ClientError, ours
 
     try:
         return process.call(method, *arguments, timeout=_SECONDS)
     except ClientError as error:
-        kind = ReferenceNotFoundError if error.kind == "ReferenceNotFoundError" else TrackbridgeError
-        said = str(error).splitlines()[0]
-        hint = "" if kind is ReferenceNotFoundError else "; check the key with: wandb login"
-        raise kind(f"{said if kind is ReferenceNotFoundError else f'W&B: {said}'}{hint}") from None
+        raise ours(error) from None
     except TimeoutError as error:
         raise TrackbridgeError(str(error)) from None
 

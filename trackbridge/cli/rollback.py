@@ -46,7 +46,8 @@ def rollback(
         for rejected in found.rejected:
             out.print(f"[red]not[/] {plain(rejected.saved)}: it {plain(rejected.why)}", soft_wrap=True)
         colour = "red" if found.checkpoint is None else "green"
-        out.print(f"go back to: [bold {colour}]{plain(found)}[/]", soft_wrap=True)
+        where = "nothing to go back to" if found.checkpoint is None else "go back to"
+        out.print(f"{where}: [bold {colour}]{plain(found)}[/]", soft_wrap=True)
         if found.after and found.anomaly is not None:
             over = f"it was saved when the {found.anomaly.kind} of step {found.anomaly.onset} was over, and has that step in it"
             other = "no clean checkpoint is from before it" if found.before is None else f"from before it: {found.before}"

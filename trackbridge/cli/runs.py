@@ -31,4 +31,6 @@ def runs(
         table.add_row(
             s.run_id, plain(s.name), when(s.created), s.status, step, number(s.loss), str(s.anomalies or ""), lags(backends)
         )
-    console().print(table if found else f"no runs in {plain(folder.absolute())}")
+    out = console()
+    out.width = max(out.width, 200)  # in a narrow terminal a line goes on below: no id is cut
+    out.print(table if found else f"no runs in {plain(folder.absolute())}")

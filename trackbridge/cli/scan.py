@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, number, plain, sparkline
+from trackbridge.cli.common import Json, console, emit, find_run, known_runs, number, plain, sparkline
+from trackbridge.errors import nearest
 
 if TYPE_CHECKING:
-    from trackbridge.records import FloatArray
     from trackbridge.scan import Scan
 
 
@@ -21,13 +21,14 @@ def scan(
         typer.Argument(
             metavar="REF",
             help="A CSV file, a TensorBoard log folder, an offline W&B run, wandb:ENTITY/PROJECT/RUN_ID, mlflow:RUN_ID "
-            "(honours MLFLOW_TRACKING_URI), tensorboard:LOGDIR, or a run folder.",
+            "(honours MLFLOW_TRACKING_URI), tensorboard:LOGDIR, or a run of trackbridge: its folder, id or name.",
         ),
     ],
     loss: Annotated[str | None, typer.Option(help="The column of the loss; default: guessed.")] = None,
     step: Annotated[str | None, typer.Option(help="The column of the step; default: guessed, else rows are counted.")] = None,
     grad_norm: Annotated[str | None, typer.Option(help="The column of the gradient norm; default: guessed.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Robust sigmas that make a spike of the loss.", min=0.1)] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="Where to look for ids and names.")] = Path("runs"),
     plot: Annotated[Path | None, typer.Option(help="Also write the curves with their anomalies to this HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -35,6 +36,9 @@ def scan(
     from trackbridge.config import DetectionConfig
     from trackbridge.scan import scan as run_scan
 
+    meant = "" if ":" in reference or Path(reference).exists() else reference.partition("@")[0]
+    if nearest(meant, known_runs(folder) if meant else ()):  # a run's id or name, or like one
+        reference = str(find_run(reference, folder))
     settings = DetectionConfig() if threshold is None else DetectionConfig(threshold=threshold)
     with console(stderr=True).status(f"Reading {plain(reference)} ..."):
         found = run_scan(reference, loss=loss, step=step, grad_norm=grad_norm, settings=settings)
@@ -65,23 +69,15 @@ def _write(found: Scan, path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; give --plot a file in a folder that exists") from None
 
 
-def _cut(values: FloatArray) -> FloatArray:
-    """`values` without their heights beyond the 99th percentile: the first steps would flatten all else."""
-    import numpy as np
-
-    finite = values[np.isfinite(values)]
-    return np.minimum(values, np.percentile(finite, 99)) if len(finite) else values
-
-
 def _print(found: Scan, plot: Path | None) -> None:
     from rich.table import Table
 
     out = console()
     out.print(f"[bold]{plain(found.source)}[/]: {len(found.steps):,} steps, {found.steps[0]} to {found.steps[-1]}")
     curves = Table(box=None, pad_edge=False, show_header=False)
-    curves.add_row(plain(found.columns["train/loss"]), sparkline(_cut(found.loss), 60))
+    curves.add_row(plain(found.columns["train/loss"]), sparkline(found.loss, 60))
     if found.grad_norm is not None:
-        curves.add_row(plain(found.columns["grad/norm"]), sparkline(_cut(found.grad_norm), 60))
+        curves.add_row(plain(found.columns["grad/norm"]), sparkline(found.grad_norm, 60))
     out.print(curves)
     if not found.anomalies:
         out.print("no anomalies")

@@ -12,10 +12,13 @@ import typer
 from trackbridge.cli.common import Json, console, emit, find_run, number, plain, sparkline, when
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from trackbridge.history import RunRecord
     from trackbridge.shipper import BackendStatus
 
 SERIES = ("train/loss", "grad/norm", "train/lr", "perf/tokens_per_s", "optim/update_ratio", "trackbridge/overhead_share")
+_BARS, _FEWEST_BARS = 40, 10
 
 
 def show(
@@ -41,8 +44,6 @@ def show(
 
 
 def _findings(record: RunRecord, json: bool) -> None:
-    from rich.table import Table
-
     from trackbridge.findings import findings
 
     found = findings(record)
@@ -51,12 +52,12 @@ def _findings(record: RunRecord, json: bool) -> None:
         return
     out = console()
     out.print(f"[bold]{plain(record.info.name)}[/]: {len(found)} finding{'' if len(found) == 1 else 's'}")
-    table = Table(box=None, pad_edge=False, show_header=False)
+    about = max((len(finding.about) for finding in found), default=0)
     for finding in found:
         color = "red" if finding.severity >= 0.7 else "yellow" if finding.severity >= 0.35 else "dim"
-        advice = f"\n[dim]{plain(finding.advice)}[/]" if finding.advice else ""
-        table.add_row(f"[{color}]{finding.severity:.2f}[/]", finding.about, f"{plain(finding.what)}{advice}")
-    out.print(table)
+        out.print(f"[{color}]{finding.severity:.2f}[/]  {finding.about:{about}}  {plain(finding.what)}", soft_wrap=True)
+        if finding.advice:  # often a command, so never broken or cut
+            out.print(f"{'':{about + 8}}[dim]{plain(finding.advice)}[/]", soft_wrap=True)
 
 
 def _plain(record: RunRecord, backends: list[BackendStatus]) -> dict[str, Any]:
@@ -76,9 +77,27 @@ def _series(record: RunRecord) -> dict[str, Any]:
     return {name: record.series(name) for name in SERIES if name in record.names}
 
 
-def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
+def _curves(record: RunRecord, width: int) -> Table:
+    """A row per series; the bars get what a line of `width` characters leaves them. Bars are not to scale where one value is
+    far off, so the highest is given."""
+    import numpy as np
     from rich.table import Table
 
+    rows = []
+    for name, (steps, values) in _series(record).items():
+        finite = np.isfinite(values)
+        top = int(np.argmax(np.where(finite, values, -np.inf)))
+        highest = f"{number(float(values[top]))} at {steps[top]}" if finite.any() else ""
+        rows.append((name, values, number(float(values[-1])), highest))
+    taken = sum(max((len(row[column]) for row in rows), default=0) + 2 for column in (0, 2, 3))
+    bars = min(_BARS, max(_FEWEST_BARS, width - taken))
+    table = Table("series", "", "last", "highest", box=None, pad_edge=False, header_style="dim")
+    for name, values, last, highest in rows:
+        table.add_row(name, sparkline(values, bars), last, highest)
+    return table
+
+
+def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
     from trackbridge.answers import peak
     from trackbridge.backends.words import anomaly_line
 
@@ -91,10 +110,7 @@ def _print(record: RunRecord, backends: list[BackendStatus]) -> None:
         out.print(f"[red]{plain(record.error)}[/]")
     if record.damage:
         out.print(f"[red]{plain(record.damage)}[/]")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, (steps, values) in _series(record).items():
-        table.add_row(name, sparkline(values), number(float(values[-1])), f"[dim]steps {steps[0]} to {steps[-1]}[/]")
-    out.print(table)
+    out.print(_curves(record, out.width))
     for anomaly in record.anomalies:
         out.print(f"[red]![/] {plain(anomaly_line(anomaly))}")
         if peak(anomaly):

@@ -42,9 +42,9 @@ def sync(
         out = console()
         for status in report.backends:
             state = "everything delivered" if not status.lag else f"[yellow]{status.lag} records left[/]"
-            out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}")
+            out.print(f"[bold]{status.kind}[/]: {state}{f'; {plain(status.where)}' if status.where else ''}", soft_wrap=True)
             if status.lag and status.last_error:
-                out.print(f"  {plain(status.last_error)}")
+                out.print(f"  {plain(status.last_error)}", soft_wrap=True)
         for kind, who in report.busy.items():
             out.print(f"{kind} is being served by {plain(who)}")
         for path in report.sealed:

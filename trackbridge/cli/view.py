@@ -44,7 +44,7 @@ def view(
     if live:
         if out is not None:
             raise UsageError("--live serves the page and writes no file; leave --out away")
-        _follow(ref, port, open_page)
+        _follow(ref, port, open_page and not json, json=json)
         return
     if port:
         raise UsageError("--port is for --live")
@@ -89,7 +89,7 @@ def _made(ref: Reference) -> tuple[str, Path]:
     return spike_page(capsule), beside / f"{capsule.path.name}.html"
 
 
-def _follow(ref: Reference, port: int, open_page: bool) -> None:
+def _follow(ref: Reference, port: int, open_page: bool, *, json: bool) -> None:
     from trackbridge.fetch import LOCAL
     from trackbridge.reports.live import LiveRun
     from trackbridge.reports.server import LiveServer
@@ -97,9 +97,12 @@ def _follow(ref: Reference, port: int, open_page: bool) -> None:
     if ref.kind != LOCAL or ref.step is not None:
         raise UsageError("--live follows a run on this disk; for a capsule leave it away")
     with LiveServer(LiveRun(ref.where), port) as server:
-        out = console()
-        out.print(f"[bold]{plain(server.url)}[/]", soft_wrap=True)
-        out.print("on this machine only; Ctrl-C ends it", style="dim")
+        if json:
+            emit({"url": server.url})
+        else:
+            out = console()
+            out.print(f"[bold]{plain(server.url)}[/]", soft_wrap=True)
+            out.print("on this machine only; Ctrl-C ends it", style="dim")
         sys.stdout.flush()
         if open_page:
             _open(server.url)

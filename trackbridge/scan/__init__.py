@@ -57,6 +57,9 @@ def scan(
     if not (columns := source.columns()):
         raise UsageError(f"{source.where} has no columns or no rows: there is nothing to judge")
     chosen = choose(columns, Choice(loss, grad_norm))
+    if loss is None and len(several := source.runs(chosen[LOSS])) > 1:
+        more = ", ..." if len(several) > 10 else ""
+        raise UsageError(f"{source.where} holds {len(several)} runs, scan one of: {', '.join(several[:10])}{more}")
     series = {ours: source.read(theirs) for ours, theirs in chosen.items()}
     if not series[LOSS]:
         raise UsageError(f"{chosen[LOSS]!r} of {source.where} holds no number; name another column with --loss")

@@ -12,7 +12,7 @@ _OTHER = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "ho
           "aux", "scale", "mask", "reg", "nonfinite", "weight", "coef"}  # fmt: skip
 _NORMS = {"gnorm", "gradnorm", "grad norm", "gradient norm", "grads norm", "total norm", "global norm", "norm grad"}
 _RATES = {"lr", "learning rate", "train lr", "train learning rate"}
-_STEPS = ("_step", "step", "steps", "global_step", "iteration", "iter", "iterations", "update", "trackbridge/step")
+_STEPS = ("_step", "step", "steps", "global_step", "iteration", "iter", "iterations", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ def choose(columns: Sequence[str], given: Choice) -> dict[str, str]:
     norm = _given("--grad-norm", given.grad_norm, columns) or _best(columns, _norm)
     rate = _best(columns, _rate)
     return found | ({"grad/norm": norm} if norm else {}) | ({"train/lr": rate} if rate else {})
+
+
+def like_loss(column: str) -> bool:
+    """Whether its name is that of a training loss."""
+    return _loss(_words(column)) > 0
 
 
 def step_column(columns: Sequence[str], given: str | None) -> str | None:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+from trackbridge.names import STEP
 from trackbridge.plugins import require
 from trackbridge.records import MAX_STEP
-from trackbridge.scan.columns import step_column
+from trackbridge.scan.columns import like_loss, step_column
 
 logger = logging.getLogger("trackbridge")
 
@@ -24,6 +25,7 @@ FORMS = (
     "a CSV file, a TensorBoard log folder, an offline W&B run, a run folder of trackbridge, wandb:ENTITY/PROJECT/RUN_ID, "
     "mlflow:RUN_ID or tensorboard:LOGDIR"
 )
+_TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 
 class Source:
@@ -37,6 +39,10 @@ class Source:
     def read(self, column: str) -> Points:
         raise NotImplementedError
 
+    def runs(self, loss: str) -> list[str]:
+        """The folders of the runs that have a loss of the name of `loss`, where there are several."""
+        return []
+
 
 def find(ref: str, step: str | None) -> Source:
     """The source that `ref` names. `step`: its column of steps, where that is not to be guessed."""
@@ -44,15 +50,29 @@ def find(ref: str, step: str | None) -> Source:
     if path.exists():
         return _on_disk(path, step)
     kind, colon, rest = ref.partition(":")
-    if colon and rest and kind == "wandb":
-        return OnlineRun(rest, step)
-    if colon and rest and kind == "mlflow":
-        return MlflowRun(rest)
-    if colon and rest and kind == "tensorboard":
-        return EventFolder(Path(rest))
+    whole, _, digits = ref.rpartition("@")
+    if digits.isdigit() and (Path(whole).exists() or (kind in _TRACKERS and not Path(rest).exists())):
+        raise UsageError(f"{ref!r} names a step, and a scan is of the whole run: leave @{digits} away")
+    if colon and rest and kind in _TRACKERS:
+        return _in_tracker(kind, rest, step)
     if colon and len(kind) > 1 and "/" not in kind:
-        raise UsageError(f"{ref!r} is no reference of a known form: {FORMS}")
+        raise UsageError(f"{ref!r} is no reference of a known form{nearest(kind, _TRACKERS)}: {FORMS}")
     raise ReferenceNotFoundError(f"{ref} does not exist; give {FORMS}")
+
+
+def _in_tracker(kind: str, where: str, step: str | None) -> Source:
+    if kind == "tensorboard":
+        if not Path(where).exists():
+            raise ReferenceNotFoundError(f"there is no TensorBoard log folder {where}")
+        return EventFolder(Path(where))
+    if kind == "mlflow":
+        return MlflowRun(where)
+    if Path(where).exists():
+        return OfflineRun(Path(where), step)
+    if ":" in where:
+        run = "wandb:ENTITY/PROJECT/RUN_ID"
+        raise UsageError(f"wandb:{where} is an artifact, which `trackbridge pull` brings; what can be scanned is a run, {run}")
+    return OnlineRun(where, step)
 
 
 def _on_disk(path: Path, step: str | None) -> Source:
@@ -62,34 +82,49 @@ def _on_disk(path: Path, step: str | None) -> Source:
         return EventFolder(path)
     if path.is_file():
         return CsvFile(path, step)
-    if (path / "run.json").exists():
+    if (path / "run.json").exists() or any(path.glob("*/run.json")):
         return OwnRun(path)
+    if (path / "manifest.json").exists() and (path.parent.parent / "run.json").exists():
+        raise UsageError(f"{path} is a capsule, the steps around one anomaly: scan its run, {path.parent.parent}")
     if any(path.glob("run-*.wandb")) or any(path.glob("*run-*/run-*.wandb")):
         return OfflineRun(path, step)
     if next(path.rglob("*tfevents*"), None) is not None:
         return EventFolder(path)
-    if len(tables := sorted(path.glob("*.csv"))) == 1:
-        return CsvFile(tables[0], step)
+    if tables := sorted(path.glob("*.csv")):
+        return CsvFile(_only([str(table) for table in tables], f"{path} holds {len(tables)} tables"), step)
     raise ReferenceNotFoundError(f"{path} holds no run that can be read; give {FORMS}")
 
 
+def _only(paths: list[str], what: str) -> Path:
+    """The one of `paths`. Raises `UsageError` that lists them where there are more."""
+    if len(paths) > 1:
+        more = f" and {len(paths) - 10} more" if len(paths) > 10 else ""
+        raise UsageError(f"{what}, scan one of: {', '.join(paths[:10])}{more}")
+    return Path(paths[0])
+
+
 class Table(Source):
-    """A source that is rows of named values, each row a step."""
+    """A source that is rows of named values, each row a step. Rows that trackbridge wrote know their step: W&B's own count
+    goes on with records of other kinds."""
 
     def __init__(self, where: str, rows: Iterable[Mapping[str, Any]], step: str | None) -> None:
         self.where = where
         self._rows = list(rows)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         self._step = step_column(self._columns, step)
+        self._guessed = step is None
 
     def columns(self) -> list[str]:
-        return [name for name in self._columns if name != self._step]
+        return [name for name in self._columns if name not in (self._step, STEP)]
 
     def read(self, column: str) -> Points:
         found: Points = {}
         values = lost = 0
+        there = (row for row in self._rows if _number(row.get(column)) is not None)
+        ours = self._guessed and all(_number(row.get(STEP)) is not None for row in there)
+        step = STEP if ours else self._step
         for number, row in enumerate(self._rows):
-            at = number if self._step is None else _number(row.get(self._step))
+            at = number if step is None else _number(row.get(step))
             value = _number(row.get(column))
             if value is None:
                 continue
@@ -102,7 +137,7 @@ class Table(Source):
             logger.warning(
                 "trackbridge: of %d values of %r %d have no step that is a number, and %d have one that comes again: the later "
                 "counts. If %r begins anew with each epoch, or is no count of steps, name another column with --step",
-                values, column, lost, values - lost - len(found), self._step,
+                values, column, lost, values - lost - len(found), step,
             )  # fmt: skip
         return found
 
@@ -131,6 +166,8 @@ class OfflineRun(Table):
     def __init__(self, path: Path, step: str | None) -> None:
         from trackbridge.backends import wandb_file
 
+        lives = {file.stem: file for file in wandb_file.run_files(path)}  # of one run there may be several
+        _only(sorted(str(file.parent) for file in lives.values()), f"{path} holds {len(lives)} runs")
         run = wandb_file.load(path)
         super().__init__(str(path), run.history, step)
 
@@ -147,14 +184,17 @@ class OnlineRun(Source):
         self.where = f"wandb:{where}"
         self._history = History(where)
         self._columns = self._history.columns()
-        self._step = step_column([*self._columns, "_step"], step)
+        axis = step_column([*self._columns, "_step"], step) or "_step"
+        self._axes = [axis] if step or STEP not in self._columns else [STEP, axis]
 
     def columns(self) -> list[str]:
-        return [name for name in self._columns if name != self._step and not name.startswith("_")]
+        return [name for name in self._columns if name not in self._axes and not name.startswith("_")]
 
     def read(self, column: str) -> Points:
-        keys = [column, self._step or "_step"]
-        return Table(self.where, self._history.read(keys), keys[1]).read(column)
+        for axis in self._axes:  # no row of somebody else's series has our step
+            if rows := self._history.read([column, axis]):
+                return Table(self.where, rows, axis).read(column)
+        return {}
 
 
 class MlflowRun(Source):
@@ -206,6 +246,11 @@ class EventFolder(Source):
                 found[event.step] = float(array.reshape(-1)[0])
         return found
 
+    def runs(self, loss: str) -> list[str]:
+        tag = self._tag(loss)
+        same = [name for name in self._tags if name.endswith(f":{tag}") and self._tag(name) == tag and like_loss(name)]
+        return [f"{self.where}/{column.removesuffix(f':{tag}')}" for column in same]
+
     def _all_tags(self) -> Iterable[tuple[str, tuple[Any, str]]]:
         """Every tag with its run. Where several folders have it, the tag is prefixed with the folder."""
         for folder, run in self._names.items():
@@ -227,8 +272,8 @@ class OwnRun(Source):
     def __init__(self, path: Path) -> None:
         from trackbridge.history import load
 
-        self.where = str(path)
         self._record = load(path)
+        self.where = str(path if (path / "run.json").exists() else self._record.path)
 
     def columns(self) -> list[str]:
         return list(self._record.names)
@@ -245,4 +290,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
