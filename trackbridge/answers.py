@@ -37,9 +37,10 @@ def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, s
 def happened(anomaly: Anomaly) -> str:
     """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
     value = f"**{amount(anomaly.value, anomaly.series)}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
+    at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     usual = amount(anomaly.expected, anomaly.series)
     expected = f" where **{usual}** was expected" if math.isfinite(anomaly.expected) else ""
-    return f"**{anomaly.series}** was {value}{expected} ({anomaly.kind})."
+    return f"**{anomaly.series}** was {value}{at}{f', {anomaly.terms}' if anomaly.terms else expected} ({anomaly.kind})."
 
 
 def when(anomaly: Anomaly) -> str:
@@ -51,6 +52,8 @@ def when(anomaly: Anomaly) -> str:
 
 def how_bad(anomaly: Anomaly) -> str:
     far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
+    if anomaly.terms:
+        far = f"**{anomaly.terms[0].upper()}{anomaly.terms[1:]}**, of severity {anomaly.severity:.2g} out of 1"
     further = peak(anomaly)
     return f"{far}.{f' {further.capitalize()}.' if further else ''}"
 
@@ -112,6 +115,11 @@ def moved_first(anomaly: Anomaly) -> str:
     name = "the loss" if anomaly.series == "train/loss" else anomaly.series
     together = all(step == mover[1] for _, step in anomaly.cascade)
     return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
+
+
+def how_far(anomaly: Anomaly) -> str:
+    """How far the value is from what was expected, for a table or a figure: in sigmas, or in the fault's own terms."""
+    return anomaly.terms or sigmas(anomaly.score)
 
 
 def sigmas(score: float) -> str:

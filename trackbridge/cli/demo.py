@@ -140,7 +140,7 @@ def _anomalies(anomalies: Sequence[Anomaly], spike: Anomaly | None, out: Console
     for a in anomalies:
         over = "" if a.recovered_after is None else answers.plural(a.recovered_after, "step")
         style = "bold red" if spike is not None and a.id == spike.id else None
-        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), answers.sigmas(a.score))
+        at = (a.kind, str(a.onset), a.series, number(a.value), number(a.expected), answers.how_far(a))
         table.add_row(*at, answers.moved_first(a), over, answers.peak(a).removeprefix("peak "), style=style)
     out.print()
     out.print(table if anomalies else "[red]no anomaly was detected[/]")

@@ -123,8 +123,9 @@ def _symptoms(known: Known) -> list[str]:
 
 def _value(anomaly: Anomaly) -> str:
     value = _number(anomaly.value) if math.isfinite(anomaly.value) else "not finite"
-    expected = f", expected {_number(anomaly.expected)}" if math.isfinite(anomaly.expected) else ""
-    return f"{value}{expected}" + (f" ({anomaly.score:.3g} robust sigmas)" if math.isfinite(anomaly.score) else "")
+    at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
+    against = f", {anomaly.against}" if anomaly.terms or math.isfinite(anomaly.expected) else ""
+    return f"{value}{at}{against}"
 
 
 def _at_onset(known: Known) -> Iterator[tuple[str, str]]:
@@ -310,7 +311,9 @@ def _verification(known: Known) -> list[str]:
     recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
     settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
     expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
-    if found is None:
+    if anomaly.terms:
+        within = f"so that this is not told again: {_number(anomaly.value)}, {anomaly.terms}"
+    elif found is None:
         within = f"near {expected}"
     else:
         over = f"{_number(found.bar)} sigmas of {_number(found.sigma)}{' of its logarithm' if found.by_factor else ''}"
