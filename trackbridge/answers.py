@@ -14,6 +14,13 @@ from trackbridge.records import Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
 
+# The names with which a note begins that is a cause (`trackbridge.detectors.monitors`).
+FAULTS = (
+    "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
+)  # fmt: skip
+DIAGNOSED = ("spike", "nonfinite", "divergence", "shift", "drift")
+"""Kinds of anomalies whose cause is looked for; of others only that of a fault by name."""
+
 # What `trackbridge replay REF --build module:function --try NAME` changes, in words for a reader.
 INTERVENTIONS = {
     "skip-batch": "replay with the suspected batch left out",
@@ -71,8 +78,19 @@ def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     elif lead is not None:
         said = f"Look at the evidence for {lead.name}."
     else:
-        said = "Look at the batch and at what changed; the record suggests no cause yet."
+        said = without_cause(anomaly)
     return " ".join([said, *(f"`{command}`" for command in commands)])
+
+
+def without_cause(anomaly: Anomaly) -> str:
+    """What is said of an anomaly that has no hypotheses: they come when its capsule is sealed, or some steps later without one,
+    and always with one at least. A fault by name is known at once."""
+    named = [note for note in anomaly.notes if note.partition(": ")[0] in FAULTS]
+    if named:
+        return f"It is a fault by name, {named[0]}."
+    if anomaly.kind in DIAGNOSED:
+        return "Its cause is looked for, some steps after the detection; it was not known yet when this was written."
+    return f"No cause is looked for in an event of the kind {anomaly.kind}."
 
 
 def how_to_test(intervention: str) -> str:

@@ -182,7 +182,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("ranks/slowest", "", "the rank that took it: a straggler is always the same one"),
     Metric(
-        "anomaly/score", "", "score of the anomaly detected at this step (sparse): robust sigmas, or a ratio where noise is no measure",
+        "anomaly/score", "", "score of the anomaly detected at this step (sparse): robust sigmas, or a fault's own ratio"
     ),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
     Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf; a coalesced row counts its steps"),

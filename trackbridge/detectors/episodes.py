@@ -36,9 +36,9 @@ def stage(series: str) -> int:
 @dataclass
 class Episode:
     """An event under way. `members` maps each series that left its band to (step, stage, place): when it did so, and its
-    order within one step. `quiet` counts values back in the band, `quiet_since` is the step of the first of them. `count` is how
-    many excursions have followed the first; `least` the severity of the fault that it began with; `stayed` says that a new
-    level has been accepted."""
+    order within one step. `quiet` counts values back in the band, `quiet_since` is the step of the first of them. `count` is
+    how many excursions have followed the first; `least` the severity of the fault that it began with; `stayed` says that a
+    new level has been accepted; what left its band before `since`, when that fault began, is no part of it."""
 
     anomaly: Anomaly
     members: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -48,11 +48,12 @@ class Episode:
     count: int = 0
     least: float = 0.0
     stayed: bool = False
+    since: int = -1
 
     def join(self, entries: Iterable[tuple[str, int, int]]) -> None:
         """Note (series, step it left its band, its place in the model's order). Gradients are made in reverse order."""
         for series, step, place in entries:
-            if series not in self.members:
+            if series not in self.members and step >= self.since:
                 rank = stage(series)
                 self.members[series] = (step, rank, -place if rank == 2 else place)
 
@@ -86,15 +87,11 @@ class Episode:
         """A fault that was told by its own name now shows in `series`: the same event, told by its effect at `step`."""
         self._tell(series, value, expected, score, step)
         self.least = self.anomaly.severity
-        self.anomaly = self.anomaly.updated(
-            kind=kind, severity=max(self.least, severity(kind, score)), recovered_after=None
-        )
+        self.anomaly = self.anomaly.updated(kind=kind, severity=max(self.least, severity(kind, score)), recovered_after=None)
 
     def _tell(self, series: str, value: float, expected: float, score: float, step: int) -> None:
         at = None if step == self.anomaly.step else step
-        self.anomaly = self.anomaly.updated(
-            series=series, value=value, expected=expected, score=score, terms="", value_step=at
-        )
+        self.anomaly = self.anomaly.updated(series=series, value=value, expected=expected, score=score, terms="", value_step=at)
 
     def again(self, series: str, v: Verdict, leads: bool) -> None:
         """Another excursion of the same event: the latest is in a note. `leads`: its series matters more than the event's."""
@@ -138,5 +135,5 @@ class Episode:
         a["ranks"], a["notes"] = tuple(a["ranks"]), tuple(a["notes"])
         members = {name: (step, rank, place) for name, (step, rank, place) in state["members"].items()}
         kept = (state["quiet"], state["quiet_since"], state["told"])
-        since = (state.get("count", 0), state.get("least", 0.0), state.get("stayed", False))  # a state may be older
-        return cls(Anomaly(**a), members, *kept, *since)
+        fault = {key: state[key] for key in ("count", "least", "stayed", "since") if key in state}  # a state may be older
+        return cls(Anomaly(**a), members, *kept, **fault)

@@ -197,7 +197,8 @@ class Watch:
         effect = self._effect(sign) if monitor.CAUSAL else None
         if effect is not None:
             if fault:
-                self._aftermath.begin(name, effect, sign.onset, effect.anomaly.score)
+                onset = sign.onset if sign.earliest is None else sign.earliest
+                self._aftermath.begin(name, effect, min(onset, effect.anomaly.onset), effect.anomaly.score)
             effect.join([(sign.series, sign.onset, 0)])
             return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
         owner = None if fault or not monitor.CAUSAL else self._aftermath.of(row.step if sign.kind == "drift" else sign.onset)
@@ -220,13 +221,13 @@ class Watch:
         return [episode.refreshed()]
 
     def _seen_too(self, name: str, sign: Sign, owner: Owner, step: int) -> Anomaly:
-        """What a monitor sees of the effects of a fault by name. A level that a series keeps from then on tells the event, unless
-        an excursion does."""
+        """What a monitor sees of the effects of a fault by name. A level that a series keeps from then on tells the event,
+        unless an excursion does."""
         episode = owner.episode
         if name == Level.NAME and sign.kind == "shift":
             if not owner.worst:
                 episode.become(sign.kind, sign.series, sign.value, sign.expected, sign.score, step)
-                owner.worst = sign.score
+                self._aftermath.saw(episode, sign.score)
             self._move(episode, name)
         self._aftermath.moved(episode, step)
         episode.join([(sign.series, sign.onset, 0)])
@@ -317,7 +318,7 @@ class Watch:
         v = max(lasting, key=lambda v: v.score)
         self._rested = row.step + cfg.rest
         if (owner := self._aftermath.of(v.onset)) is not None:
-            owner.episode.join((self._name(w), w.onset, w.index) for w in verdicts if w.onset >= owner.onset)
+            owner.episode.join((self._name(w), w.onset, w.index) for w in verdicts)
             owner.episode.leans(self._name(v), v)
             self._aftermath.moved(owner.episode, row.step)
             return [owner.episode.refreshed()]
@@ -384,7 +385,7 @@ class Watch:
         further one, and a drift, is a note."""
         episode, name = owner.episode, self._name(v)
         told = episode.told
-        episode.join(entry for entry in self._precursors(v.onset) if entry[1] >= owner.onset)
+        episode.join(self._precursors(v.onset))
         episode.join((self._name(w), w.onset, w.index) for w in verdicts)
         self._aftermath.moved(episode, row.step)
         if key == "drift":
@@ -395,7 +396,7 @@ class Watch:
             episode.again(name, v, is_loss(name) and not is_loss(episode.anomaly.series))
         if (held := self._witness.held(name, v.onset)) is not None:
             episode.worse(held.value, held.score, held.step)
-        owner.worst = max(owner.worst, v.score)
+        self._aftermath.saw(episode, v.score)
         self._move(episode, key)
         return [episode.refreshed(recovered_after=None)]
 
@@ -409,6 +410,10 @@ class Watch:
 
     def _continue(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
         out = []
+        for owner in self._aftermath.unsettled(row.step):
+            d = self.detector
+            if (self._is_head & d.drifting() & (d.drift_onset >= owner.onset)).any():
+                self._aftermath.moved(owner.episode, row.step)
         for key in [key for key in ("excursion", "drift", "layers") if key in self._open]:
             out += self._carry_on(key, self._open[key], row, verdicts)
         return out
@@ -422,6 +427,8 @@ class Watch:
             name = self._name(v)
             if name == episode.anomaly.series and key != "layers":
                 episode.worse(v.value, v.score, row.step)
+                if key == "excursion":
+                    self._aftermath.saw(episode, v.score)
             elif is_loss(name) and not is_loss(episode.anomaly.series) and key == "excursion":
                 episode.lead(name, v.value, v.expected, v.score, row.step)
                 changed = True

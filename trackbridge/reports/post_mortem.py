@@ -230,7 +230,7 @@ def _statistics(of: Any) -> str:
 
 def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
-        return [f"{BLANK} The record suggests no cause."]
+        return [f"{BLANK} {answers.without_cause(anomaly)}"]
     lines = []
     for place, hypothesis in enumerate(answers.shown(anomaly.hypotheses), 1):
         panels = ", ".join(_TITLES[name] for name in _PANELS.get(hypothesis.name, ()))
@@ -255,7 +255,10 @@ def _evidence(known: Known) -> list[str]:
     tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
     report = known.capsule.replay if known.capsule is not None else None
     verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK
-    lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
+    if known.capsule is not None:
+        lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
+    else:
+        lines.append("- Replay: this is made from the run's record alone; without a capsule of it there is nothing to replay.")
     for t in _tries(known):
         lines.append(f"- Replay with {t.what}: {t.outcome}{f' ({t.reason})' if t.reason else ''}.")
     lines += [f"- Not here: {text}" for text in known.missing]

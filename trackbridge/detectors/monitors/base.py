@@ -32,8 +32,8 @@ class Sign:
     earliest: int | None = None
     """Where what is measured now and then was seen late: the first step at which it may have happened. Else the onset."""
     terms: str = ""
-    """What was expected, in the monitor's own terms, to be read after the value: "30 times the 0.001 before". "" where `score` is in
-    sigmas of the series' own noise."""
+    """What was expected, in the monitor's own terms, to be read after the value: "30 times the 0.001 before". ""
+    where `score` is in sigmas of the series' own noise."""
 
     @property
     def note(self) -> str:
