@@ -315,15 +315,15 @@ def _verification(known: Known) -> list[str]:
     settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
     expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
     if anomaly.terms:
-        within = f"so that this is not told again: {_number(anomaly.value)}, {anomaly.terms}"
+        within = f"not told again (it was {_number(anomaly.value)}, {anomaly.terms})"
     elif found is None:
-        within = f"near {expected}"
+        within = f"stays near {expected}"
     else:
         over = f"{_number(found.bar)} sigmas of {_number(found.sigma)}{' of its logarithm' if found.by_factor else ''}"
-        within = f"below {_number(found.limit)} (expected {expected} plus {over})"
+        within = f"stays below {_number(found.limit)} (expected {expected} plus {over})"
     return [
         f"- Seed: {seed or recorded}; a second one: {BLANK}",
-        f"- Band: {anomaly.series} stays {within}.",
+        f"- Band: {anomaly.series} {within}.",
         f"- Steps: from {restart} to {last + _EXTRA} with the change, {_EXTRA} past what is recorded here.",
         f"- Result: {BLANK}",
     ]
@@ -332,7 +332,7 @@ def _verification(known: Known) -> list[str]:
 def _lesson(known: Known) -> list[str]:
     lines = [f"{BLANK} What would have caught this earlier, or made it harmless?"]
     mover = known.anomaly.first_mover
-    if mover is not None and mover[1] < known.anomaly.step:
+    if mover is not None and mover[0] != known.anomaly.series and mover[1] < known.anomaly.step:
         early = answers.plural(known.anomaly.step - mover[1], "step")
         lines.append(f"{mover[0]} had left its band {early} before the anomaly was told.")
     return lines
