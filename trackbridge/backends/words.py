@@ -16,8 +16,9 @@ CASCADE = 8
 def anomaly_line(anomaly: Anomaly) -> str:
     """One line: ``spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119``."""
     first = anomaly.first_mover
-    own = first is None or (first[0] == anomaly.series and first[1] in (anomaly.step, anomaly.onset))
-    moved = "" if own else f"; first to move: {first[0]} at step {first[1]}"
+    moved = ""
+    if first is not None and (first[0] != anomaly.series or first[1] not in (anomaly.step, anomaly.onset)):
+        moved = f"; first to move: {first[0]} at step {first[1]}"
     return f"{anomaly}{moved}"
 
 
