@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import trackbridge
 from tests.detectors.kit import loss_curve, rows, watch_all
 from tests.detectors.test_level import heavy
 from trackbridge.detectors import Watch, detect
@@ -144,3 +147,27 @@ def test_a_restored_watch_goes_on_with_the_same_event(stop: int, spikes: tuple[t
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found += [a for row in data[stop:] for a in second.update(row)]
     assert found == whole and len({a.id for a in found}) == 1
+
+
+def test_a_training_whose_learning_rate_jumps_has_one_event_and_what_it_cannot_hide(tmp_path: Path) -> None:
+    """Its loss settles some sixty times higher, and from there it spikes. It had eight events (2026-11-28)."""
+    torch.manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
+    true = torch.randn(16, 1, generator=generator)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = trackbridge.init(dir=tmp_path, id="jump", recorder={"max_capsules": 0, "snapshot_every": 0})
+    run.watch(model, optimizer)
+    for step in range(400):
+        if step == 150:
+            optimizer.param_groups[0]["lr"] *= 30
+        x = torch.randn(32, 16, generator=generator)
+        loss = (model(x) - torch.sin(x @ true / 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss)
+    run.finish()
+    first, *more = trackbridge.load(tmp_path / "jump").anomalies
+    assert (first.onset, first.series, first.first_mover) == (150, "train/loss", ("train/lr", 150))
+    assert first.hypotheses[0].name == "lr-discontinuity" and len(more) <= 1, more
