@@ -8,10 +8,12 @@ import pytest
 
 from trackbridge import answers
 from trackbridge.backends import words
+from trackbridge.backends.wandb_rows import anomaly_facts
 from trackbridge.detectors.monitors import learning_rate, loss_scale, optimizer_state, repeats, replicas
 from trackbridge.diagnosis.registry import RULES
 from trackbridge.records import Anomaly
 from trackbridge.reports import contents, page_sections, post_mortem
+from trackbridge.reports.subject import of_facts
 from trackbridge.scan import plot
 from trackbridge.testing import anomaly
 
@@ -105,3 +107,10 @@ def test_the_names_of_faults_are_those_of_the_monitors() -> None:
     """And each is a hypothesis' name: what a monitor names is found again in the diagnosis."""
     named = {monitor.FAULT for monitor in (learning_rate, repeats, loss_scale, replicas)}
     assert set(answers.FAULTS) == named | {optimizer_state.LOST, optimizer_state.STALE} and set(answers.FAULTS) <= set(RULES)
+
+
+def test_w_and_b_s_summary_tells_the_terms_and_the_step_too() -> None:
+    later = JUMP.updated(value_step=151)
+    back = of_facts(later.id, anomaly_facts(later))
+    assert (back.terms, back.value_step) == (later.terms, 151)
+    assert (of_facts("x", {"step": 3}).terms, of_facts("x", {"step": 3}).value_step) == ("", None), "as an older version told it"
