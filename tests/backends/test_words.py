@@ -113,4 +113,5 @@ def test_w_and_b_s_summary_tells_the_terms_and_the_step_too() -> None:
     later = JUMP.updated(value_step=151)
     back = of_facts(later.id, anomaly_facts(later))
     assert (back.terms, back.value_step) == (later.terms, 151)
-    assert (of_facts("x", {"step": 3}).terms, of_facts("x", {"step": 3}).value_step) == ("", None), "as an older version told it"
+    old = of_facts("x", {"step": 3})
+    assert (old.terms, old.value_step) == ("", None), "as an older version told it"
