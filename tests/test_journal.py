@@ -125,6 +125,8 @@ anomalies = st.builds(
     capsule=st.none() | text,
     time=number,
     notes=st.lists(text, max_size=2).map(tuple),
+    terms=text,
+    value_step=st.none() | integer,
 )  # fmt: skip
 
 

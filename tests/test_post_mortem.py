@@ -169,3 +169,24 @@ def test_the_symptoms_do_not_deny_what_the_diagnosis_saw_of_the_batch(tmp_path: 
     twice = tuple(Hypothesis(name, (seen, "no series left its band before the onset"), (), None) for name in ("a", "b"))
     known = replace(known, anomaly=an_anomaly(hypotheses=twice))
     assert "2.59e+03 sigmas above usual" in seen and module._unusual(known) == seen
+
+
+def test_a_rule_s_event_has_one_and_nobody_is_told_to_sync(tmp_path: Path) -> None:
+    rule = an_anomaly(
+        id="a-rule", kind="rule", step=21, onset=20, capsule=None, hypotheses=(), value=9.0, expected=5.0, score=1.0,
+        terms="the rule is train/loss > 5 for 2 steps",
+    )  # fmt: skip
+    directory = a_run(tmp_path / "run-1", anomaly=rule)
+    for reference in (f"{directory.path}@21", f"{directory.path}"):
+        said = CliRunner().invoke(app, ["report", reference, "--post-mortem"])
+        assert said.exit_code == 0 and "sync" not in said.output, said.output
+        assert "| Value | 9, the rule is train/loss > 5 for 2 steps |" in said.stdout and "sigma" not in section(said.stdout, 1)
+        assert "train/loss not told again (it was 9, the rule is train/loss > 5 for 2 steps)" in section(said.stdout, 6)
+        assert "nothing to replay" in section(said.stdout, 3) and "No cause is looked for" in section(said.stdout, 2)
+        assert "Made from the run's record: the rule at step 21 has no capsule" in said.stderr
+
+
+def test_a_capsule_that_was_promised_is_waited_for(tmp_path: Path) -> None:
+    directory = a_run(tmp_path / "run-1", anomaly=an_anomaly(id="a-20", step=21, onset=20, capsule="capsules/spike-21"))
+    said = CliRunner().invoke(app, ["report", f"{directory.path}@21", "--post-mortem"])
+    assert said.exit_code != 0 and "trackbridge sync" in said.output

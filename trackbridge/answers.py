@@ -14,6 +14,13 @@ from trackbridge.records import Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
 
+# The names with which a note begins that is a cause (`trackbridge.detectors.monitors`).
+FAULTS = (
+    "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
+)  # fmt: skip
+DIAGNOSED = ("spike", "nonfinite", "divergence", "shift", "drift")
+"""Kinds of anomalies whose cause is looked for; of others only that of a fault by name."""
+
 # What `trackbridge replay REF --build module:function --try NAME` changes, in words for a reader.
 INTERVENTIONS = {
     "skip-batch": "replay with the suspected batch left out",
@@ -37,9 +44,10 @@ def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, s
 def happened(anomaly: Anomaly) -> str:
     """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
     value = f"**{amount(anomaly.value, anomaly.series)}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
+    at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     usual = amount(anomaly.expected, anomaly.series)
     expected = f" where **{usual}** was expected" if math.isfinite(anomaly.expected) else ""
-    return f"**{anomaly.series}** was {value}{expected} ({anomaly.kind})."
+    return f"**{anomaly.series}** was {value}{at}{f', {anomaly.terms}' if anomaly.terms else expected} ({anomaly.kind})."
 
 
 def when(anomaly: Anomaly) -> str:
@@ -51,6 +59,8 @@ def when(anomaly: Anomaly) -> str:
 
 def how_bad(anomaly: Anomaly) -> str:
     far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
+    if anomaly.terms:
+        far = f"**{anomaly.terms[0].upper()}{anomaly.terms[1:]}**, of severity {anomaly.severity:.2g} out of 1"
     further = peak(anomaly)
     return f"{far}.{f' {further.capitalize()}.' if further else ''}"
 
@@ -68,8 +78,19 @@ def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     elif lead is not None:
         said = f"Look at the evidence for {lead.name}."
     else:
-        said = "Look at the batch and at what changed; the record suggests no cause yet."
+        said = without_cause(anomaly)
     return " ".join([said, *(f"`{command}`" for command in commands)])
+
+
+def without_cause(anomaly: Anomaly) -> str:
+    """What is said of an anomaly that has no hypotheses: they come when its capsule is sealed, or some steps later without one,
+    and always with one at least. A fault by name is known at once."""
+    named = [note for note in anomaly.notes if note.partition(": ")[0] in FAULTS]
+    if named:
+        return f"It is a fault by name, {named[0]}."
+    if anomaly.kind in DIAGNOSED:
+        return "Its cause is looked for, some steps after the detection; it was not known yet when this was written."
+    return f"No cause is looked for in an event of the kind {anomaly.kind}."
 
 
 def how_to_test(intervention: str) -> str:
@@ -112,6 +133,11 @@ def moved_first(anomaly: Anomaly) -> str:
     name = "the loss" if anomaly.series == "train/loss" else anomaly.series
     together = all(step == mover[1] for _, step in anomaly.cascade)
     return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
+
+
+def how_far(anomaly: Anomaly) -> str:
+    """How far the value is from what was expected, for a table or a figure: in sigmas, or in the fault's own terms."""
+    return anomaly.terms or sigmas(anomaly.score)
 
 
 def sigmas(score: float) -> str:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trackbridge import children
+from trackbridge.answers import DIAGNOSED
 from trackbridge.diagnosis.registry import RULES
 from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.rundir import RunDirectory
 
 logger = logging.getLogger("trackbridge")
 
-KINDS = ("spike", "nonfinite", "divergence", "shift", "drift")
 MOST = 50
 """Anomalies that are explained in one attempt; the first ones."""
 EXPLAIN_SECONDS = 120.0
@@ -62,7 +62,7 @@ class Explainer:
     def consider(self, anomaly: Anomaly) -> None:
         """A new anomaly: explained once the record reaches as far past it as a capsule's would."""
         named = any(note.partition(": ")[0] in RULES for note in anomaly.notes)  # by a monitor
-        if (anomaly.kind in KINDS or named) and len(self._open) < MOST:
+        if (anomaly.kind in DIAGNOSED or named) and len(self._open) < MOST:
             self._open.append(_Open(anomaly, anomaly.step + self._after))
 
     def advance(self, step: int) -> None:

@@ -181,7 +181,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "max over ranks of step - backward - optimizer", "", "lower",
     ),
     Metric("ranks/slowest", "", "the rank that took it: a straggler is always the same one"),
-    Metric("anomaly/score", "sigma", "robust score of the anomaly detected at this step (sparse)"),
+    Metric(
+        "anomaly/score", "", "score of the anomaly detected at this step (sparse): robust sigmas, or a fault's own ratio"
+    ),
     Metric("anomaly/count", "", "anomalies detected so far (sparse)"),
     Metric("nonfinite/<series>", "steps", "1 at each step where this series was NaN or Inf; a coalesced row counts its steps"),
     Metric("coalesced/rows", "rows", "how many steps this row stands for, where a tracker's budget coalesced them"),

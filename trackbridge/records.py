@@ -68,7 +68,11 @@ class Anomaly:
 
     `step` is where it was detected, `onset` where it began. `first_mover` is (series, step) of the series that left its
     band first; `cascade` the (series, step) pairs in order. `recovered_after` counts steps from the onset, None if it did
-    not. `capsule` is the path of the spike capsule relative to the run directory. `score` is in robust sigmas.
+    not. `capsule` is the path of the spike capsule relative to the run directory.
+
+    `value` is that of `value_step`, or of `step` where that is None: of an event that began with another series, and is told by
+    this one, it is a later step's. `expected` and `score` go with it. `score` is in robust sigmas, unless `terms` says what
+    was expected in the words of a fault that is no matter of noise ("30 times the 0.001 before"): then it is a ratio.
     """
 
     id: str
@@ -90,13 +94,23 @@ class Anomaly:
     time: float = 0.0
     notes: tuple[str, ...] = ()
     seq: int = -1
+    terms: str = ""
+    value_step: int | None = None
 
     def updated(self, **changes: Any) -> Anomaly:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        what = f"{self.kind} in {self.series} at step {self.step}: {self.value:.6g}, expected {self.expected:.6g}"
-        return what if self.score == float("inf") else f"{what} ({self.score:.3g} sigma)"
+        at = "" if self.value_step is None else f" at step {self.value_step}"
+        return f"{self.kind} in {self.series} at step {self.step}: {self.value:.6g}{at}, {self.against}"
+
+    @property
+    def against(self) -> str:
+        """What the value is held against, in words: "expected 2.25 (31 sigma)"; where noise is no measure, `terms`."""
+        if self.terms:
+            return self.terms
+        far = "" if self.score in (float("inf"), float("-inf")) or self.score != self.score else f" ({self.score:.3g} sigma)"
+        return f"expected {self.expected:.6g}{far}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import trackbridge
 from trackbridge import shipper
 from trackbridge.backends.alerts import TRIES, VARIABLE, AlertsBackend, AlertsConfig, counts
 from trackbridge.errors import ConfigError, Rejected, RetryLater
-from trackbridge.records import Anomaly, RunInfo
+from trackbridge.records import Anomaly, Hypothesis, RunInfo
 from trackbridge.rundir import RunDirectory
 from trackbridge.testing import run_info
 
@@ -97,6 +97,17 @@ def test_one_message_per_anomaly_that_is_worth_it(inbox: Inbox, run: RunInfo) ->
     ((_, message),) = inbox.messages
     assert message["title"] == f"spike at step 3 of {run.name}: train/loss" and message["type"] == "failure"
     assert "**9.5** where **2.25** was expected" in message["message"] and run.run_id in message["message"]
+
+
+def test_an_alert_does_not_deny_a_cause_that_is_found_later(inbox: Inbox, run: RunInfo) -> None:
+    backend = opened(run, [inbox.url()], cooldown=0)
+    backend.write([anomaly(3)], timeout=5)
+    backend.write([anomaly(4).updated(notes=("lr-discontinuity: train/lr rose 30 times, to 0.03",))], timeout=5)
+    backend.write([anomaly(5).updated(hypotheses=(Hypothesis("corrupt-batch"),))], timeout=5)
+    early, named, late = (message["message"] for _, message in inbox.messages)
+    assert "Its cause is looked for" in early and f"trackbridge report {run.directory}@3 --post-mortem" in early
+    assert "It is a fault by name, lr-discontinuity: train/lr rose 30 times" in named
+    assert "Look at the evidence for corrupt-batch." in late and "trackbridge report" not in late
 
 
 def test_a_restart_repeats_nothing(inbox: Inbox, run: RunInfo) -> None:

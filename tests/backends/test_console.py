@@ -41,6 +41,14 @@ def test_what_a_line_says() -> None:
     assert line == "step    1200  loss 3.22  lr 0.0003  grad norm nan  tokens/s 12.3k  mfu 41.3%  memory 7.2G"
 
 
+def test_a_cause_that_is_found_later_is_said_once() -> None:
+    first = anomaly(2, 5, hypotheses=())
+    causes = anomaly(2, 5).hypotheses
+    lines = say([first, first.updated(seq=3, hypotheses=causes), first.updated(seq=4, hypotheses=causes, recovered_after=1)])
+    assert "perhaps" not in lines[0]
+    assert lines[1:] == ["anomaly spike-5: not over; perhaps corrupt-batch", "anomaly spike-5: over after 1 step"]
+
+
 def test_what_is_asked_for_or_bad_is_never_left_out() -> None:
     first = anomaly(2, 5)
     lines = say([

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
+from trackbridge import answers
 from trackbridge.backends import words
+from trackbridge.backends.wandb_rows import anomaly_facts
+from trackbridge.detectors.monitors import learning_rate, loss_scale, optimizer_state, repeats, replicas
+from trackbridge.diagnosis.registry import RULES
+from trackbridge.records import Anomaly
+from trackbridge.reports import contents, page_sections, post_mortem
+from trackbridge.reports.subject import of_facts
+from trackbridge.scan import plot
 from trackbridge.testing import anomaly
 
 
@@ -46,3 +58,60 @@ def test_params_flatten_without_hiding_each_other() -> None:
 
 def test_a_table_cannot_be_broken_by_its_cells() -> None:
     assert words.table({"a|b": "x\ny"}) == "| name | value |\n|---|---|\n| a\\|b | x<br>y |"
+
+
+JUMP = anomaly(0, 150).updated(
+    kind="shift", series="train/lr", value=0.03, expected=0.001, score=30.0, terms="30 times the 0.001 before", hypotheses=(),
+    first_mover=("train/lr", 150), notes=("lr-discontinuity: train/lr rose 30 times, to 0.03",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        str,
+        words.anomaly_line,
+        words.anomaly_markdown,
+        answers.happened,
+        answers.how_bad,
+        answers.how_far,
+        lambda found: contents.anomalies([found]),
+        lambda found: page_sections._all([found, found]),
+        lambda found: " ".join(" ".join(cell) for cell in page_sections._told(found, 1)),
+        post_mortem._value,
+        lambda found: plot._table([found]),
+    ],
+)
+def test_where_noise_is_no_measure_the_fault_s_own_terms_are_said_and_no_sigmas(said: Callable[[Anomaly], str]) -> None:
+    assert "30 times the 0.001 before" in said(JUMP).replace("30 Times", "30 times") and "sigma" not in said(JUMP)
+    told = JUMP.updated(terms="")
+    assert "sigma" in said(told).replace("expected", "sigma"), "what the same words say of a series with noise"
+
+
+def test_the_line_of_a_fault_reads_as_a_sentence() -> None:
+    assert words.anomaly_line(JUMP) == "shift in train/lr at step 150: 0.03, 30 times the 0.001 before"
+    later = JUMP.updated(series="train/loss", value=2.5, expected=0.4, score=7.13, terms="", value_step=151)
+    line = "shift in train/loss at step 150: 2.5 at step 151, expected 0.4 (7.13 sigma); first to move: train/lr at step 150"
+    assert words.anomaly_line(later) == line
+    assert words.anomaly_row(JUMP)[words.ANOMALY_COLUMNS.index("sigma")] is None
+    assert "(inf sigma)" not in words.anomaly_line(JUMP.updated(terms="", score=float("inf")))
+
+
+def test_what_is_said_of_a_cause_before_it_is_known_is_true() -> None:
+    assert "It is a fault by name, lr-discontinuity: train/lr rose 30 times, to 0.03." in words.anomaly_markdown(JUMP)
+    assert "it was not known yet when this was written" in words.anomaly_markdown(JUMP.updated(notes=()))
+    assert "No cause is looked for" in words.anomaly_markdown(JUMP.updated(kind="rule", notes=("rule: x > 5",)))
+
+
+def test_the_names_of_faults_are_those_of_the_monitors() -> None:
+    """And each is a hypothesis' name: what a monitor names is found again in the diagnosis."""
+    named = {monitor.FAULT for monitor in (learning_rate, repeats, loss_scale, replicas)}
+    assert set(answers.FAULTS) == named | {optimizer_state.LOST, optimizer_state.STALE} and set(answers.FAULTS) <= set(RULES)
+
+
+def test_w_and_b_s_summary_tells_the_terms_and_the_step_too() -> None:
+    later = JUMP.updated(value_step=151)
+    back = of_facts(later.id, anomaly_facts(later))
+    assert (back.terms, back.value_step) == (later.terms, 151)
+    old = of_facts("x", {"step": 3})
+    assert (old.terms, old.value_step) == ("", None), "as an older version told it"

@@ -105,6 +105,7 @@ def test_a_rise_beyond_the_schedule_is_told_at_once(name: str, factor: float) ->
     assert (event.kind, event.series, event.step, event.onset) == ("shift", "train/lr", 200, 200)
     assert fault(event) == "lr-discontinuity" and event.recovered_after is None
     assert event.expected == pytest.approx(lr[199]) and event.value == pytest.approx(lr[200])
+    assert event.terms == f"{lr[200] / lr[199]:.3g} times the {lr[199]:.3g} before"
 
 
 def test_a_rise_that_ends_has_recovered_and_one_that_looked_like_a_restart_is_told_at_its_end() -> None:
@@ -123,6 +124,7 @@ def test_a_fall_to_nothing_is_told() -> None:
     lr[200:] = 0.0
     (event,) = events(calm(400, train__lr=lr))
     assert (event.step, event.value, fault(event)) == (200, 0.0, "lr-discontinuity")
+    assert str(event) == "shift in train/lr at step 200: 0, from the 0.001 before"
 
 
 def test_the_rate_may_not_rise_after_a_resume() -> None:

@@ -164,7 +164,9 @@ class AlertsBackend:
     def _body(self, anomaly: Anomaly) -> str:
         more = f"\n\n{self._left_out} more anomalies since the last message were not sent one by one." if self._left_out else ""
         where = f"\n\nrun `{self._run.run_id}` of {self._run.project}, in `{self._run.directory}`"
-        return redact.text(words.anomaly_markdown(anomaly) + where + more)
+        # the alert goes out at the detection, and its cause is found later
+        ask = f"trackbridge report {self._run.directory}@{anomaly.step} --post-mortem"
+        return redact.text(words.anomaly_markdown(anomaly, () if anomaly.hypotheses else (ask,)) + where + more)
 
     def _fail(self, anomaly: Anomaly, failed: Sequence[int]) -> None:
         """Later again; after `TRIES` failures, never."""

@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 
 from pydantic import Field
 
+from trackbridge.answers import plural
 from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.records import Anomaly, Artifact, Record, Row, RunEnd, RunInfo
@@ -68,7 +69,7 @@ class ConsoleBackend:
         self._every = config.every
         self._stream = stream
         self._last_row = float("-inf")
-        self._told: dict[str, tuple[int | None, str | None]] = {}
+        self._told: dict[str, tuple[int | None, str | None, str | None]] = {}
         self._seq = -1
 
     def open(self, run: RunInfo, /) -> int:
@@ -108,18 +109,20 @@ class ConsoleBackend:
         )
 
     def _anomaly(self, anomaly: Anomaly) -> str | None:
-        """The news in it: that it happened, that it is over, where the capsule is."""
-        news = (anomaly.recovered_after, anomaly.capsule)
+        """The news in it: that it happened, that it is over, its cause, where the capsule is."""
+        lead = anomaly.hypotheses[0].name if anomaly.hypotheses else None
+        news = (anomaly.recovered_after, anomaly.capsule, lead)
         before = self._told.get(anomaly.id)
         self._told[anomaly.id] = news
         if before is None:
-            guess = f"; perhaps {anomaly.hypotheses[0].name}" if anomaly.hypotheses else ""
+            guess = f"; perhaps {lead}" if lead else ""
             where = f"; capsule {anomaly.capsule}" if anomaly.capsule else ""
             return f"ANOMALY {words.anomaly_line(anomaly)}{guess}{where}"
         if news == before:
             return None
-        over = f"over after {anomaly.recovered_after} steps" if anomaly.recovered_after is not None else "not over"
-        return f"anomaly {anomaly.id}: {over}" + (f"; capsule {anomaly.capsule}" if anomaly.capsule else "")
+        over = f"over after {plural(anomaly.recovered_after, 'step')}" if anomaly.recovered_after is not None else "not over"
+        guess = f"; perhaps {lead}" if lead and lead != before[2] else ""
+        return f"anomaly {anomaly.id}: {over}{guess}" + (f"; capsule {anomaly.capsule}" if anomaly.capsule else "")
 
     def _say(self, lines: Sequence[str]) -> None:
         if not lines:

@@ -138,7 +138,8 @@ def anomaly_facts(anomaly: Anomaly) -> dict[str, Any]:
         "seq": anomaly.seq, "what": words.anomaly_line(anomaly),
         "kind": anomaly.kind, "step": anomaly.step, "onset": anomaly.onset,
         "severity": anomaly.severity, "series": anomaly.series, "value": anomaly.value, "expected": anomaly.expected,
-        "score": anomaly.score, "recovered_after": anomaly.recovered_after, "capsule": anomaly.capsule,
+        "score": anomaly.score, "terms": anomaly.terms, "value_step": anomaly.value_step,
+        "recovered_after": anomaly.recovered_after, "capsule": anomaly.capsule,
         "hypotheses": [hypothesis.name for hypothesis in anomaly.hypotheses],
     }  # fmt: skip
     return dict(json.loads(dumps(facts)))

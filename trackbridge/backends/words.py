@@ -16,11 +16,10 @@ CASCADE = 8
 def anomaly_line(anomaly: Anomaly) -> str:
     """One line: ``spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119``."""
     first = anomaly.first_mover
-    moved = f"; first to move: {first[0]} at step {first[1]}" if first and first != (anomaly.series, anomaly.step) else ""
-    return (
-        f"{anomaly.kind} in {anomaly.series} at step {anomaly.step}: {anomaly.value:.6g}, "
-        f"expected {anomaly.expected:.6g} ({anomaly.score:.3g} sigma){moved}"
-    )
+    moved = ""
+    if first is not None and (first[0] != anomaly.series or first[1] not in (anomaly.step, anomaly.onset)):
+        moved = f"; first to move: {first[0]} at step {first[1]}"
+    return f"{anomaly}{moved}"
 
 
 def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
@@ -58,7 +57,8 @@ def anomaly_row(anomaly: Anomaly) -> list[Any]:
     """A row of a table of anomalies, under `ANOMALY_COLUMNS`."""
     lead = anomaly.hypotheses[0].name if anomaly.hypotheses else ""
     return [
-        anomaly.id, anomaly.step, anomaly.onset, anomaly.kind, anomaly.series, anomaly.value, anomaly.expected, anomaly.score,
+        anomaly.id, anomaly.step, anomaly.onset, anomaly.kind, anomaly.series, anomaly.value, anomaly.expected,
+        None if anomaly.terms else anomaly.score,
         peak(anomaly).removeprefix("peak "), moved_first(anomaly), anomaly.recovered_after, lead,
     ]  # fmt: skip
 

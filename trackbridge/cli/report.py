@@ -227,15 +227,20 @@ def _post_mortem(reference: str, folder: Path) -> str:
         if not record.anomalies:
             raise UsageError(f"{what} has no anomaly")
         chosen = record.anomalies[-1] if ref.step is None else subject.choose(record.anomalies, ref.step, what)
-        if chosen is None or chosen.capsule is None or not (record.path / chosen.capsule / "manifest.json").is_file():
+        if chosen is None:
+            raise ReferenceNotFoundError(f"there is no anomaly at step {ref.step} of {plain(what)}")
+        if chosen.capsule is not None and not (record.path / chosen.capsule / "manifest.json").is_file():
             raise ReferenceNotFoundError(
-                f"the capsule of step {chosen.step if chosen else ref.step} of {plain(what)} is not sealed (yet); "
+                f"the capsule of step {chosen.step} of {plain(what)} is not sealed (yet); "
                 f"if its trainer has ended, run: trackbridge sync {record.path}"
             )
         if ref.step is None:
             several = f", the newest of {len(record.anomalies)}; for another: {reference}@STEP"
             more = several if len(record.anomalies) > 1 else ""
             typer.echo(f"This is of the {chosen.kind} at step {chosen.step}{more}", err=True)
+        if chosen.capsule is None:  # a kind without one, or it was given up: its notes say so
+            typer.echo(f"Made from the run's record: the {chosen.kind} at step {chosen.step} has no capsule", err=True)
+            return post_mortem(record, chosen)
         reference = str(record.path / chosen.capsule)
     with tempfile.TemporaryDirectory(prefix="trackbridge-report-") as scratch:
         capsule = fetch.pull(reference, None if ref.kind == LOCAL else scratch)

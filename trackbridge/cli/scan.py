@@ -72,6 +72,8 @@ def _write(found: Scan, path: Path) -> None:
 def _print(found: Scan, plot: Path | None) -> None:
     from rich.table import Table
 
+    from trackbridge.answers import how_far
+
     out = console()
     out.print(f"[bold]{plain(found.source)}[/]: {len(found.steps):,} steps, {found.steps[0]} to {found.steps[-1]}")
     curves = Table(box=None, pad_edge=False, show_header=False)
@@ -83,14 +85,14 @@ def _print(found: Scan, plot: Path | None) -> None:
         out.print("no anomalies")
     else:
         table = Table(box=None, pad_edge=False)
-        for name in ("step", "value", "expected", "sigma"):
+        for name in ("step", "value", "expected", "how far"):
             table.add_column(name, justify="right")
         for name in ("kind", "series", "over after", "notes"):
             table.add_column(name)
         for a in found.anomalies:
             after = a.recovered_after
             over = "not over" if after is None else "1 step" if after == 1 else f"{after} steps"
-            numbers = (str(a.onset), number(a.value), number(a.expected), number(a.score))
+            numbers = (str(a.onset), number(a.value), number(a.expected), plain(how_far(a)))
             table.add_row(*numbers, a.kind, plain(a.series), over, plain("; ".join(a.notes)))
         out.print(table)
     if plot is not None:

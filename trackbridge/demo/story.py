@@ -100,7 +100,7 @@ class Story:
 
     def detected(self) -> None:
         spike = self.spike
-        where = f"at step {spike.onset}, {answers.sigmas(spike.score)}" if spike else "nothing was detected there"
+        where = f"at step {spike.onset}, {answers.how_far(spike)}" if spike else "nothing was detected there"
         self.promise(f"the bad files at step {self.plan.bad_at} were noticed", spike is not None, where)
         sealed = spike is not None and spike.capsule is not None and (self.directory / spike.capsule).is_dir()
         self.promise("a capsule was sealed", sealed, str(self.directory / spike.capsule) if spike and spike.capsule else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trackbridge.detectors.base import Verdict
 from trackbridge.records import Anomaly
 
 CASCADE = 64  # entries an anomaly carries at most
@@ -35,18 +36,24 @@ def stage(series: str) -> int:
 @dataclass
 class Episode:
     """An event under way. `members` maps each series that left its band to (step, stage, place): when it did so, and its
-    order within one step. `quiet` counts values back in the band, `quiet_since` is the step of the first of them."""
+    order within one step. `quiet` counts values back in the band, `quiet_since` is the step of the first of them. `count` is
+    how many excursions have followed the first; `least` the severity of the fault that it began with; `stayed` says that a
+    new level has been accepted; what left its band before `since`, when that fault began, is no part of it."""
 
     anomaly: Anomaly
     members: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     quiet: int = 0
     quiet_since: int = -1
     told: int = 0
+    count: int = 0
+    least: float = 0.0
+    stayed: bool = False
+    since: int = -1
 
     def join(self, entries: Iterable[tuple[str, int, int]]) -> None:
         """Note (series, step it left its band, its place in the model's order). Gradients are made in reverse order."""
         for series, step, place in entries:
-            if series not in self.members:
+            if series not in self.members and step >= self.since:
                 rank = stage(series)
                 self.members[series] = (step, rank, -place if rank == 2 else place)
 
@@ -71,18 +78,43 @@ class Episode:
             note = f"peak {value:.6g} ({score:.3g} sigma) at step {step}"
             self.anomaly = self.anomaly.updated(severity=grade, notes=(*kept, note))
 
-    def lead(self, series: str, value: float, expected: float, score: float) -> None:
-        """A series that matters more has joined: the anomaly is told by it."""
-        self.anomaly = self.anomaly.updated(
-            series=series, value=value, expected=expected, score=score, severity=severity(self.anomaly.kind, score)
-        )
+    def lead(self, series: str, value: float, expected: float, score: float, step: int) -> None:
+        """A series that matters more has joined: the anomaly is told by it, as it was at `step`."""
+        self._tell(series, value, expected, score, step)
+        self.anomaly = self.anomaly.updated(severity=max(severity(self.anomaly.kind, score), self.least))
 
-    def become(self, kind: str, series: str, value: float, expected: float, score: float) -> None:
-        """A fault that was told by its own name now shows in `series`: the same event, told by its effect."""
-        grade = max(self.anomaly.severity, severity(kind, score))
-        self.anomaly = self.anomaly.updated(
-            kind=kind, series=series, value=value, expected=expected, score=score, severity=grade, recovered_after=None
-        )
+    def become(self, kind: str, series: str, value: float, expected: float, score: float, step: int) -> None:
+        """A fault that was told by its own name now shows in `series`: the same event, told by its effect at `step`."""
+        self._tell(series, value, expected, score, step)
+        self.least = self.anomaly.severity
+        self.anomaly = self.anomaly.updated(kind=kind, severity=max(self.least, severity(kind, score)), recovered_after=None)
+
+    def _tell(self, series: str, value: float, expected: float, score: float, step: int) -> None:
+        at = None if step == self.anomaly.step else step
+        self.anomaly = self.anomaly.updated(series=series, value=value, expected=expected, score=score, terms="", value_step=at)
+
+    def again(self, series: str, v: Verdict, leads: bool) -> None:
+        """Another excursion of the same event: the latest is in a note. `leads`: its series matters more than the event's."""
+        self.count += 1
+        if leads:
+            self._tell(series, v.value, v.expected, v.score, v.step)
+        self.worse(v.value, v.score, v.step)
+        words = f"{series} {v.value:.6g} where {v.expected:.6g} was expected ({v.score:.3g} sigma) at step {v.step}"
+        self._note("not settled", f"{self.count} more excursion{'s' if self.count > 1 else ''}, the latest {words}")
+
+    def leans(self, series: str, v: Verdict) -> bool:
+        """What of a fault's effects is told in a note alone. Whether that is news."""
+        what = "drifts" if v.kind == "drift" else "is out of its band"
+        title = f"effect in {series}"
+        if any(note.startswith(f"{title}: ") for note in self.anomaly.notes):
+            return False
+        self._note(title, f"{what} from step {v.onset}, {v.value:.6g} where {v.expected:.6g} was expected")
+        return True
+
+    def _note(self, title: str, words: str) -> None:
+        """The one note that begins with `title`."""
+        kept = tuple(note for note in self.anomaly.notes if not note.startswith(f"{title}: "))
+        self.anomaly = self.anomaly.updated(notes=(*kept, f"{title}: {words}"))
 
     def state(self) -> dict[str, Any]:
         """JSON-able. Non-finite numbers are written as strings."""
@@ -102,4 +134,6 @@ class Episode:
         a["first_mover"] = tuple(a["first_mover"]) if a["first_mover"] else None
         a["ranks"], a["notes"] = tuple(a["ranks"]), tuple(a["notes"])
         members = {name: (step, rank, place) for name, (step, rank, place) in state["members"].items()}
-        return cls(Anomaly(**a), members, state["quiet"], state["quiet_since"], state["told"])
+        kept = (state["quiet"], state["quiet_since"], state["told"])
+        fault = {key: state[key] for key in ("count", "least", "stayed", "since") if key in state}  # a state may be older
+        return cls(Anomaly(**a), members, *kept, **fault)

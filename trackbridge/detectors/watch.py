@@ -10,6 +10,7 @@ import numpy as np
 
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors import nonfinite
+from trackbridge.detectors.aftermath import AGAIN, CAUSE, Aftermath, Owner
 from trackbridge.detectors.band import BandDetector, Tuning
 from trackbridge.detectors.base import FloatArray, Verdict
 from trackbridge.detectors.episodes import Episode, severity
@@ -22,19 +23,17 @@ from trackbridge.records import Anomaly, Row, Schema, StepContext
 
 _REGIME = ("lr_restart", "epoch", "batch_size", "sequence_length")
 _SUDDEN = 5  # a rise found by its lean within this many steps of its onset is a spike, not a drift
-_CAUSE = 50  # steps after a fault by name in which an excursion is its effect
 _FAR = 64  # steps before the onset in which the drift of a layer counts as its beginning
 _PLANS = 512  # schemas remembered
 _MOVES = 0.01  # sigmas from its expectation below which a gradient norm stands still
 _LAYERS = 0.3  # severity of an event that the loss does not follow, at most
-_AGAIN = 2.0  # within a drift, a jump is an event of its own from this many times the bar
 
 
 class Watch:
     """Detection over the rows of one run. `update` is called with every step row in order.
 
     At most one episode of each sort is open at a time: a non-finite one, an excursion (spike, shift, divergence), a drift, and
-    one per monitor. An excursion that follows a monitor's fault is the same event."""
+    one per monitor. What follows a monitor's fault until things have settled is the same event (`aftermath`)."""
 
     def __init__(self, settings: DetectionConfig | None = None, tuning: Tuning | None = None) -> None:
         self.settings = settings or DetectionConfig()
@@ -44,6 +43,7 @@ class Watch:
         self._open: dict[str, Episode] = {}
         self._periods = Periods()
         self._witness = Witness(self.settings)
+        self._aftermath = Aftermath()
         self._groups: dict[str, Anomaly] = {}
         self._skipped = -1.0
         self._told_skips: set[int] = set()
@@ -180,10 +180,11 @@ class Watch:
             sign = monitor.update(look)
             if (event := monitor.regime()) is not None:
                 self.note(event, look.step)
-            episode = self._open.get(name)
-            if episode is not None and (end := monitor.over()) is not None:
-                del self._open[name]
-                out.append(episode.refreshed(recovered_after=end - episode.anomaly.onset))
+            if (end := monitor.over()) is not None:
+                self._aftermath.over(name, end)
+                if (episode := self._open.pop(name, None)) is not None:
+                    self._aftermath.moved(episode, look.step)
+                    out.append(episode.refreshed(recovered_after=end - episode.anomaly.onset))
             if sign is not None:
                 out += self._sign(name, sign, look.row)
         return out
@@ -191,10 +192,18 @@ class Watch:
     def _sign(self, name: str, sign: Sign, row: Row) -> list[Anomaly]:
         if name == Level.NAME and "drift" in self._open:
             return []  # it is told already
-        effect = self._effect(sign) if self._monitors[name].CAUSAL else None
+        monitor = self._monitors[name]
+        fault = monitor.CAUSAL and not isinstance(monitor, (Level, Foreign))  # those see an effect, and know no cause
+        effect = self._effect(sign) if monitor.CAUSAL else None
         if effect is not None:
+            if fault:
+                onset = sign.onset if sign.earliest is None else sign.earliest
+                self._aftermath.begin(name, effect, min(onset, effect.anomaly.onset), effect.anomaly.score)
             effect.join([(sign.series, sign.onset, 0)])
             return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
+        owner = None if fault or not monitor.CAUSAL else self._aftermath.of(row.step if sign.kind == "drift" else sign.onset)
+        if owner is not None:
+            return [self._seen_too(name, sign, owner, row.step)]
         alike = self._alike(name, sign)
         if alike is not None:
             return [alike.refreshed(notes=(*alike.anomaly.notes, sign.note))]
@@ -202,12 +211,34 @@ class Watch:
         anomaly = Anomaly(
             id=self._name_it(row, sign.kind), kind=sign.kind, step=row.step, onset=sign.onset, severity=sign.severity,
             series=sign.series, value=sign.value, expected=sign.expected, score=sign.score, attempt=row.attempt, time=row.time,
-            notes=(*self._notes(row.step), sign.note),
+            notes=(*self._notes(row.step), sign.note), terms=sign.terms,
         )  # fmt: skip
         episode = Episode(anomaly)
         episode.join([(sign.series, sign.onset, 0)])
         self._open[name] = episode
+        if fault:
+            self._aftermath.begin(name, episode, sign.onset if sign.earliest is None else sign.earliest)
         return [episode.refreshed()]
+
+    def _seen_too(self, name: str, sign: Sign, owner: Owner, step: int) -> Anomaly:
+        """What a monitor sees of the effects of a fault by name. A level that a series keeps from then on tells the event,
+        unless an excursion does."""
+        episode = owner.episode
+        if name == Level.NAME and sign.kind == "shift":
+            if not owner.worst:
+                episode.become(sign.kind, sign.series, sign.value, sign.expected, sign.score, step)
+                self._aftermath.saw(episode, sign.score)
+            self._move(episode, name)
+        self._aftermath.moved(episode, step)
+        episode.join([(sign.series, sign.onset, 0)])
+        return episode.refreshed(notes=(*episode.anomaly.notes, sign.note))
+
+    def _move(self, episode: Episode, key: str) -> None:
+        """`episode` goes on as the open one of the sort `key`."""
+        for other in [other for other, each in self._open.items() if each is episode]:
+            del self._open[other]
+        episode.quiet, episode.quiet_since = 0, -1
+        self._open[key] = episode
 
     def _effect(self, sign: Sign) -> Episode | None:
         """The excursion, under way or just over, that a fault seen only now has caused; or that `sign` sees too."""
@@ -216,7 +247,7 @@ class Watch:
             return under_way
         earliest = sign.onset if sign.earliest is None else sign.earliest
         for episode in (under_way, self._latest):
-            if episode is not None and episode.anomaly.onset - _CAUSE <= sign.onset and earliest <= episode.anomaly.onset:
+            if episode is not None and episode.anomaly.onset - CAUSE <= sign.onset and earliest <= episode.anomaly.onset:
                 return episode
         return None
 
@@ -228,11 +259,11 @@ class Watch:
         return next((self._open[key] for key in others if self._open[key].anomaly.series == sign.series), None)
 
     def _cause(self, onset: int) -> Episode | None:
-        """The told fault that an excursion from `onset` is the effect of. It is no longer an event of its own then."""
-        causal = [name for name, monitor in self._monitors.items() if monitor.CAUSAL]
-        for name in (*causal, "layers"):
+        """The event of a level, of another detector or of single layers that an excursion from `onset` goes on with. It is no
+        longer one of its own then."""
+        for name in (*(name for name, monitor in self._monitors.items() if monitor.CAUSAL), "layers"):
             episode = self._open.get(name)
-            if episode is not None and onset - _CAUSE <= episode.anomaly.onset <= onset:
+            if episode is not None and onset - CAUSE <= episode.anomaly.onset <= onset:
                 return self._open.pop(name)
         return None
 
@@ -286,6 +317,11 @@ class Watch:
             return []
         v = max(lasting, key=lambda v: v.score)
         self._rested = row.step + cfg.rest
+        if (owner := self._aftermath.of(v.onset)) is not None:
+            owner.episode.join((self._name(w), w.onset, w.index) for w in verdicts)
+            owner.episode.leans(self._name(v), v)
+            self._aftermath.moved(owner.episode, row.step)
+            return [owner.episode.refreshed()]
         anomaly = Anomaly(
             id=self._name_it(row, "spike"), kind="spike", step=row.step, onset=v.onset,
             severity=min(severity("spike", v.score), _LAYERS), series=self._name(v), value=v.value, expected=v.expected,
@@ -302,7 +338,7 @@ class Watch:
         if key != "excursion" or drift is None or self._name(v) not in drift.members:
             return False
         bar = float(self.detector.units.bar[v.index])
-        return v.score < _AGAIN * bar
+        return v.score < AGAIN * bar
 
     def _name_it(self, row: Row, kind: str) -> str:
         """An id that this process has not given before."""
@@ -315,13 +351,16 @@ class Watch:
         return name
 
     def _open_episode(self, row: Row, key: str, v: Verdict, verdicts: list[Verdict]) -> list[Anomaly]:
+        owner = self._aftermath.of(v.onset)
+        if owner is not None and not (owner.worst and v.score > AGAIN * owner.worst):
+            return self._follow(row, key, v, verdicts, owner)
         kind = "spike" if key == "excursion" else "drift"
         first = self._periods.beat(v.onset) if key == "excursion" else None
         if first is not None and first in self._groups:
             return self._reopen(self._groups[first])
         cause = self._cause(v.onset) if key == "excursion" else None
         if cause is not None:
-            cause.become(kind, self._name(v), v.value, v.expected, v.score)
+            cause.become(kind, self._name(v), v.value, v.expected, v.score, row.step)
             episode = self._open[key] = cause
         else:
             anomaly = Anomaly(
@@ -341,6 +380,26 @@ class Watch:
             self._groups[fresh.id] = fresh
         return [fresh]
 
+    def _follow(self, row: Row, key: str, v: Verdict, verdicts: list[Verdict], owner: Owner) -> list[Anomaly]:
+        """An excursion or a drift that is the effect of a fault by name. The first excursion tells the event from then on; a
+        further one, and a drift, is a note."""
+        episode, name = owner.episode, self._name(v)
+        told = episode.told
+        episode.join(self._precursors(v.onset))
+        episode.join((self._name(w), w.onset, w.index) for w in verdicts)
+        self._aftermath.moved(episode, row.step)
+        if key == "drift":
+            return [episode.refreshed()] if episode.leans(name, v) or len(episode.members) > told else []
+        if not owner.worst:
+            episode.become("spike", name, v.value, v.expected, v.score, row.step)
+        else:
+            episode.again(name, v, is_loss(name) and not is_loss(episode.anomaly.series))
+        if (held := self._witness.held(name, v.onset)) is not None:
+            episode.worse(held.value, held.score, held.step)
+        self._aftermath.saw(episode, v.score)
+        self._move(episode, key)
+        return [episode.refreshed(recovered_after=None)]
+
     def _reopen(self, group: Anomaly) -> list[Anomaly]:
         """The next beat of a rhythm: the first beat's anomaly is told again, with the rhythm in its notes."""
         p = self._periods
@@ -351,6 +410,10 @@ class Watch:
 
     def _continue(self, row: Row, verdicts: list[Verdict]) -> list[Anomaly]:
         out = []
+        for owner in self._aftermath.unsettled(row.step):
+            d = self.detector
+            if (self._is_head & d.drifting() & (d.drift_onset >= owner.onset)).any():
+                self._aftermath.moved(owner.episode, row.step)
         for key in [key for key in ("excursion", "drift", "layers") if key in self._open]:
             out += self._carry_on(key, self._open[key], row, verdicts)
         return out
@@ -364,14 +427,15 @@ class Watch:
             name = self._name(v)
             if name == episode.anomaly.series and key != "layers":
                 episode.worse(v.value, v.score, row.step)
+                if key == "excursion":
+                    self._aftermath.saw(episode, v.score)
             elif is_loss(name) and not is_loss(episode.anomaly.series) and key == "excursion":
-                episode.lead(name, v.value, v.expected, v.score)
+                episode.lead(name, v.value, v.expected, v.score, row.step)
                 changed = True
         index = d.series.index(episode.anomaly.series)
         closing = self._stays(key, episode, index, verdicts)
         if closing is not None:
-            del self._open[key]
-            self._latest = episode if key == "excursion" else self._latest
+            self._close(key, episode, row.step)
             return [closing]
         began = episode.anomaly.onset
         who = np.ones_like(self._is_head) if key == "layers" else self._is_head
@@ -382,24 +446,31 @@ class Watch:
             episode.quiet_since = row.step if episode.quiet == 0 else episode.quiet_since
             episode.quiet += 1
             if episode.quiet >= cfg.quiet:
-                del self._open[key]
-                self._latest = episode if key == "excursion" else self._latest
-                return [episode.refreshed(recovered_after=episode.quiet_since - episode.anomaly.onset)]
+                self._close(key, episode, row.step)
+                over = None if episode.stayed else episode.quiet_since - episode.anomaly.onset
+                return [episode.refreshed(recovered_after=over)]
         if changed or (row.step == episode.anomaly.step + cfg.cascade_steps and len(episode.members) > episode.told):
             return [episode.refreshed()]
         return []
+
+    def _close(self, key: str, episode: Episode, step: int) -> None:
+        del self._open[key]
+        self._aftermath.moved(episode, step)
+        self._latest = episode if key == "excursion" else self._latest
 
     def _stays(self, key: str, episode: Episode, index: int, verdicts: list[Verdict]) -> Anomaly | None:
         """The closing version of an episode that ends at a new level instead of coming back; None if it goes on."""
         shifted = any(v.index == index and v.kind == "shift" for v in verdicts)
         if shifted and key != "drift":
-            kind = "shift" if self.detector.settled[index] else "divergence"
+            before = episode.anomaly.kind if episode.stayed else ""
+            kind = "shift" if self.detector.settled[index] and before != "divergence" else "divergence"
         elif shifted:
             kind = "drift"
         elif self.detector.stayed()[index] and not self.detector.run[index]:
             kind = "drift" if key == "drift" else "shift"
         else:
             return None
+        episode.stayed = True
         if key == "layers":
             return episode.refreshed(kind=kind)
         return episode.refreshed(kind=kind, severity=max(severity(kind, episode.anomaly.score), episode.anomaly.severity))
@@ -441,6 +512,7 @@ class Watch:
             "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
             "rested": self._rested,
             "waiting": self._witness.state_dict(),
+            "aftermath": self._aftermath.state_dict(),
             "latest": self._latest.state() if self._latest is not None else None,
         }
 
@@ -452,6 +524,8 @@ class Watch:
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._rested = state.get("rested", -1)
         self._witness.load_state_dict(state.get("waiting", {}))
+        opened = {episode.anomaly.id: episode for episode in self._open.values()}
+        self._aftermath.load_state_dict(state.get("aftermath", {}), opened)
         latest = state.get("latest")
         self._latest = Episode.restore(latest) if latest else None
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version

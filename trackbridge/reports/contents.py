@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trackbridge.answers import moved_first, peak, sigmas
+from trackbridge.answers import how_far, moved_first, peak
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.capsule_parts import BATCHES, read_frame
 from trackbridge.records import Anomaly
@@ -43,7 +43,7 @@ def anomalies(found: Sequence[Anomaly]) -> str:
             f"{a.kind} in {a.series}",
             f"{a.value:.4g}",
             f"{a.expected:.4g}",
-            " ".join(filter(None, (sigmas(a.score), peak(a)))),
+            " ".join(filter(None, (how_far(a), peak(a)))),
             moved_first(a),
             "" if a.recovered_after is None else a.recovered_after,
             a.hypotheses[0].name if a.hypotheses else "",

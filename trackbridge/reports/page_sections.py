@@ -87,7 +87,7 @@ def _told(a: Anomaly, count: int) -> list[tuple[str, str, str]]:
     return [
         (what, answers.amount(a.value, a.series) if math.isfinite(a.value) else number(a.value), answers.happened(a)),
         (when, f"step {a.onset:,}", answers.when(a)),
-        (bad, answers.sigmas(a.score), answers.how_bad(a) + more),
+        (bad, answers.how_far(a), answers.how_bad(a) + more),
         (first, "nothing before it" if moved.startswith("nothing") else mover, answers.first(a)),
     ]
 
@@ -188,7 +188,7 @@ def _all(found: Sequence[Anomaly]) -> str:
     columns = ("onset", "kind", "series", "value", "expected", "how bad", "over after", "first hypothesis")
     rows = [
         (
-            a.onset, a.kind, a.series, a.value, a.expected, answers.sigmas(a.score),
+            a.onset, a.kind, a.series, a.value, a.expected, answers.how_far(a),
             "not so far" if a.recovered_after is None else answers.plural(a.recovered_after, "step"),
             a.hypotheses[0].name if a.hypotheses else "",
         )

@@ -123,8 +123,9 @@ def _symptoms(known: Known) -> list[str]:
 
 def _value(anomaly: Anomaly) -> str:
     value = _number(anomaly.value) if math.isfinite(anomaly.value) else "not finite"
-    expected = f", expected {_number(anomaly.expected)}" if math.isfinite(anomaly.expected) else ""
-    return f"{value}{expected}" + (f" ({anomaly.score:.3g} robust sigmas)" if math.isfinite(anomaly.score) else "")
+    at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
+    against = f", {anomaly.against}" if anomaly.terms or math.isfinite(anomaly.expected) else ""
+    return f"{value}{at}{against}"
 
 
 def _at_onset(known: Known) -> Iterator[tuple[str, str]]:
@@ -229,7 +230,7 @@ def _statistics(of: Any) -> str:
 
 def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
-        return [f"{BLANK} The record suggests no cause."]
+        return [f"{BLANK} {answers.without_cause(anomaly)}"]
     lines = []
     for place, hypothesis in enumerate(answers.shown(anomaly.hypotheses), 1):
         panels = ", ".join(_TITLES[name] for name in _PANELS.get(hypothesis.name, ()))
@@ -254,7 +255,10 @@ def _evidence(known: Known) -> list[str]:
     tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
     report = known.capsule.replay if known.capsule is not None else None
     verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK
-    lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
+    if known.capsule is not None:
+        lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
+    else:
+        lines.append("- Replay: this is made from the run's record alone; without a capsule of it there is nothing to replay.")
     for t in _tries(known):
         lines.append(f"- Replay with {t.what}: {t.outcome}{f' ({t.reason})' if t.reason else ''}.")
     lines += [f"- Not here: {text}" for text in known.missing]
@@ -310,14 +314,16 @@ def _verification(known: Known) -> list[str]:
     recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
     settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
     expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
-    if found is None:
-        within = f"near {expected}"
+    if anomaly.terms:
+        within = f"not told again (it was {_number(anomaly.value)}, {anomaly.terms})"
+    elif found is None:
+        within = f"stays near {expected}"
     else:
         over = f"{_number(found.bar)} sigmas of {_number(found.sigma)}{' of its logarithm' if found.by_factor else ''}"
-        within = f"below {_number(found.limit)} (expected {expected} plus {over})"
+        within = f"stays below {_number(found.limit)} (expected {expected} plus {over})"
     return [
         f"- Seed: {seed or recorded}; a second one: {BLANK}",
-        f"- Band: {anomaly.series} stays {within}.",
+        f"- Band: {anomaly.series} {within}.",
         f"- Steps: from {restart} to {last + _EXTRA} with the change, {_EXTRA} past what is recorded here.",
         f"- Result: {BLANK}",
     ]
@@ -326,7 +332,7 @@ def _verification(known: Known) -> list[str]:
 def _lesson(known: Known) -> list[str]:
     lines = [f"{BLANK} What would have caught this earlier, or made it harmless?"]
     mover = known.anomaly.first_mover
-    if mover is not None and mover[1] < known.anomaly.step:
+    if mover is not None and mover[0] != known.anomaly.series and mover[1] < known.anomaly.step:
         early = answers.plural(known.anomaly.step - mover[1], "step")
         lines.append(f"{mover[0]} had left its band {early} before the anomaly was told.")
     return lines

@@ -139,4 +139,6 @@ def of_facts(anomaly_id: str, facts: Mapping[str, Any]) -> Anomaly:
         recovered_after=None if over is None else int(over),
         hypotheses=tuple(Hypothesis(str(name)) for name in facts.get("hypotheses") or ()),
         capsule=facts.get("capsule"),
+        terms=str(facts.get("terms") or ""),
+        value_step=None if facts.get("value_step") is None else int(facts["value_step"]),
     )

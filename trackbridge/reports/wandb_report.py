@@ -33,7 +33,7 @@ ASKED_NOBODY = "Made without looking at the run: see the charts below, or make t
 _COMPARED = (
     "Anomalies of each run: the bars below; each is described in the run's summary under anomaly/.",
     "Where the anomaly score has a point: that is the step of the detection.",
-    "The height of that point, in robust sigmas; and how far the loss went in the chart beside it.",
+    "The height of that point, in robust sigmas, or a ratio for a fault by name; and how far the loss went beside it.",
     "The extremes over all layers, run against run.",
     "Open the worst run's spike forensics: `trackbridge report wandb:{entity}/{project}/RUN_ID --template spike-forensics`.",
 )

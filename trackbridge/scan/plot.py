@@ -7,6 +7,7 @@ from html import escape
 
 import numpy as np
 
+from trackbridge.answers import how_far
 from trackbridge.backends.words import anomaly_line
 from trackbridge.records import Anomaly, FloatArray
 from trackbridge.scan import Scan
@@ -106,10 +107,10 @@ def thinned(steps: np.ndarray, values: FloatArray) -> list[tuple[float, float]]:
 def _table(anomalies: list[Anomaly]) -> str:
     if not anomalies:
         return ""
-    head = "<tr><th>step<th>kind<th>series<th>value<th>expected<th>sigma<th>over after</tr>"
+    head = "<tr><th>step<th>kind<th>series<th>value<th>expected<th>how far<th>over after</tr>"
     rows = [
         f'<tr><td class="n">{a.onset:,}<td>{escape(a.kind)}<td>{escape(a.series)}<td class="n">{a.value:.5g}'
-        f'<td class="n">{a.expected:.5g}<td class="n">{a.score:.3g}'
+        f'<td class="n">{a.expected:.5g}<td class="n">{escape(how_far(a))}'
         f"<td>{'not over' if a.recovered_after is None else f'{a.recovered_after} steps'}</tr>"
         for a in anomalies
     ]

@@ -18,7 +18,7 @@ _SCHEMAS = 64  # remembered at most
 class Sign:
     """What a monitor has found, for one `Anomaly`. `fault` is the stable name that begins its note, a hypothesis' name where
     there is one; `words` the rest of that note, one line. `score` is a ratio to what is
-    allowed, in the monitor's own sense."""
+    allowed, in the monitor's own sense, which `terms` says."""
 
     fault: str
     kind: str
@@ -31,6 +31,9 @@ class Sign:
     words: str
     earliest: int | None = None
     """Where what is measured now and then was seen late: the first step at which it may have happened. Else the onset."""
+    terms: str = ""
+    """What was expected, in the monitor's own terms, to be read after the value: "30 times the 0.001 before". ""
+    where `score` is in sigmas of the series' own noise."""
 
     @property
     def note(self) -> str:
@@ -96,8 +99,7 @@ class Monitor:
         raise NotImplementedError
 
     def over(self) -> int | None:
-        """After an `update`: the step at which what was told has ended, None while it goes on or if it has no end. Asked only
-        while something is told."""
+        """After an `update`: the step at which what was told has ended, None while it goes on or if it has no end."""
         return None
 
     def changed(self, event: str) -> None:

@@ -67,9 +67,9 @@ class Foreign(Monitor):
     def _sign(self, worst: Verdict) -> Sign:
         series, kind = self._series[worst.index], worst.kind if worst.kind in _KINDS else "spike"
         words = f"{series} is {worst.value:.6g} where {worst.expected:.6g} was expected, score {worst.score:.3g}"
-        return Sign(
-            self.name, kind, series, worst.onset, worst.value, worst.expected, worst.score, severity(kind, worst.score), words
-        )
+        terms = f"expected {worst.expected:.6g}, score {worst.score:.3g} of {self.name}"
+        grade = severity(kind, worst.score)
+        return Sign(self.name, kind, series, worst.onset, worst.value, worst.expected, worst.score, grade, words, terms=terms)
 
     def _verdicts(self, look: Look) -> list[Verdict]:
         if self.detector is None:

@@ -128,4 +128,6 @@ class LearningRate(Monitor):
         g["told"], self.ended = 1.0, -1
         factor = max(value, 1e-3 * g["before"]) / g["before"]
         severity = min(0.9, 0.4 + 0.25 * abs(math.log10(factor)))
-        return Sign(FAULT, "shift", name, onset, value, g["before"], factor, severity, words)
+        how = f"{factor:.3g} times" if factor > 1 else f"{1 / factor:.3g} times less than" if value > 0 else "from"
+        terms = f"{how} the {g['before']:.3g} before"
+        return Sign(FAULT, "shift", name, onset, value, g["before"], factor, severity, words, terms=terms)

@@ -52,6 +52,7 @@ class LossScale(Monitor):
         return Sign(
             FAULT, "shift", "train/loss_scale", self.high_at + 1, scale, self.high, self.high / scale, 0.6,
             f"the loss scale fell from {self.high:g} to {scale:g} in {look.step - self.high_at} steps",
+            terms=f"{self.high / scale:g} times less than the {self.high:g} of {look.step - self.high_at} steps before",
         )  # fmt: skip
 
     def over(self) -> int | None:

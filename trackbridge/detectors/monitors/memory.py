@@ -103,4 +103,5 @@ class Memory(Monitor):
             fault, how = "staircase", f"in {ups} jumps"
         self.told, self.level, self.ended = name, marks[0] + rise / 2, -1
         words = f"{name} rose by {rise / 2**20:.0f} MiB in {steps} steps, {how}"
-        return Sign(fault, "memory", name, onset, marks[-1], marks[0], rise / marks[0], 0.5, words)
+        terms = f"{rise / 2**20:.0f} MiB more than {steps} steps before"
+        return Sign(fault, "memory", name, onset, marks[-1], marks[0], rise / marks[0], 0.5, words, terms=terms)

@@ -75,4 +75,5 @@ class OptimizerState(Monitor):
             words = f"the second moment of {layer}{others} fell to {ratio[worst]:.3g} of its value within {gap} steps"
         score = limit / max(float(ratio[worst]), 1e-12)
         value, expected = float(now[worst]), float(before[worst])
-        return Sign(fault, "shift", names[worst], step, value, expected, score, severity, words, self.at + 1)
+        terms = f"{ratio[worst]:.3g} of the {expected:.3g} of {gap} steps before, where a decay leaves {limit:.3g} or more"
+        return Sign(fault, "shift", names[worst], step, value, expected, score, severity, words, self.at + 1, terms)

@@ -54,7 +54,8 @@ class Plateau(Monitor):
         self.told, self.ended = True, -1
         words = f"the loss has not fallen by {self.config.least:.2g} of itself since step {self.best_at}"
         score = mean / self.best if self.best else 1.0
-        return Sign("plateau", "plateau", "train/loss", self.best_at + 1, mean, self.best, score, 0.3, words)
+        terms = f"not below the {self.best:.4g} of step {self.best_at}"
+        return Sign("plateau", "plateau", "train/loss", self.best_at + 1, mean, self.best, score, 0.3, words, terms=terms)
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None

@@ -78,7 +78,7 @@ class Repeats(Monitor):
 
     def _tell(self, onset: int, distance: int, words: str) -> Sign:
         self.told, self.ended = True, -1
-        return Sign(FAULT, "rule", SERIES, onset, float(distance), 0.0, 1.0, 0.5, words)
+        return Sign(FAULT, "rule", SERIES, onset, float(distance), 0.0, 1.0, 0.5, words, terms=words)
 
 
 def _samples(micros: Sequence[MicroBatch]) -> float:

@@ -41,7 +41,8 @@ class Replicas(Monitor):
         self.told, self.ended = True, -1
         since = f"since step {self.clean}" if self.clean >= 0 else "from the start"
         words = f"{count:g} parameters differ in their bits between ranks that should hold the same, {since}"
-        return Sign(FAULT, "divergence", SERIES, look.step, count, 0.0, count, 0.9, words, earliest=self.clean + 1)
+        terms = "where ranks hold the same parameters and none may differ"
+        return Sign(FAULT, "divergence", SERIES, look.step, count, 0.0, count, 0.9, words, self.clean + 1, terms)
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None

@@ -59,7 +59,8 @@ class RuleMonitor(Monitor):
                 self.told, self.ended = name, -1
                 words = f"{self.rule.rule} ({name} is {value:.6g})"
                 onset = look.step - self._steps + 1
-                found = Sign("rule", "rule", name, onset, value, limit, 1.0, self.rule.severity, words)
+                terms = f"the rule is {self.rule.rule}"
+                found = Sign("rule", "rule", name, onset, value, limit, 1.0, self.rule.severity, words, terms=terms)
         return found
 
     def _listen(self, look: Look, seen: bool) -> None:

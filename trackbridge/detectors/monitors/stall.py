@@ -51,7 +51,8 @@ class Stall(Monitor):
             return None
         self.told, self.ended = True, -1
         words = f"no step for {seconds:.0f} s; one takes {usual:.3g} s"
-        return Sign("stall", "stall", "perf/step_s", step, seconds, usual, seconds / max(usual, 1e-9), 0.8, words)
+        score, terms = seconds / max(usual, 1e-9), f"where a step takes {usual:.3g} s"
+        return Sign("stall", "stall", "perf/step_s", step, seconds, usual, score, 0.8, words, terms=terms)
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None

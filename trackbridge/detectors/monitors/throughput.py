@@ -81,7 +81,8 @@ class Throughput(Monitor):
         expected, value = math.exp(sign * self.usual), math.exp(sign * now)
         factor = math.exp(now - self.usual)
         words = f"{factor:.3g} times slower for {self.slow} steps, {self.lost:.0f} s"
-        return Sign("slow", "throughput", name, self.since, value, expected, factor, 0.4, words)
+        terms = f"{factor:.3g} times slower than the usual {expected:.4g}"
+        return Sign("slow", "throughput", name, self.since, value, expected, factor, 0.4, words, terms=terms)
 
     def over(self) -> int | None:
         return self.ended if self.ended >= 0 else None
