@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trackbridge.diagnosis import nonfinite
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, number, times
 
@@ -113,6 +114,11 @@ def corrupt_batch(view: View, case: Case) -> None:
         rows = ", ".join(map(str, hot[0]))
         case.add(SOLID, f"no batch is recorded, but the hottest rows of the embedding never were so hot before: {rows}")
         case.add(WEAK, "not one of them is a usual one")
+    came = nonfinite.entry(view)
+    if came is not None:
+        _entered(came, case)
+        elsewhere(view, case)
+        return
     if saw is not None and saw[1] > _CALM:
         case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
         if new_among_usual(view):
@@ -121,6 +127,18 @@ def corrupt_batch(view: View, case: Case) -> None:
         case.add(0, "no batch is recorded, and no measured module would show what the inputs were")
     if case.supports:
         abrupt(view, case)
+
+
+def _entered(came: nonfinite.Entry, case: Case) -> None:
+    """It came in at the first module: with the batch as well as through a weight, unless the record tells."""
+    broke = f"the first module, {came.site}, put out {came.count} non-finite values, and none in any step before"
+    case.add(SOLID + WEAK, f"no batch is recorded, but {broke}")
+    if came.speaks == "batch":
+        case.add(STRONG if came.sure else SOLID, came.why)
+    elif came.speaks == "weight":
+        case.against(STRONG, came.why)
+    else:
+        case.against(0, f"a weight of {came.site} that is not finite would look the same")
 
 
 def one_token(hot: tuple[list[int], int, int]) -> bool:
