@@ -216,7 +216,7 @@ def test_what_measuring_took_comes_with_advice_that_acts_on_it() -> None:
     share, factor = ({step: a if step < 150 else b for step in range(200)} for a, b in ((0.5, 0.2), (8.0, RAREST)))
     severity, what, advice = told({"max_overhead": 0.03}, trackbridge__overhead_share=share, trackbridge__thinning=factor)
     assert "20.0% of a step" in what and "64 times more rarely" in what and not advice and severity < 0.3
-    for limit, now, thinned in ((0.3, 0.2, 1.0), (0.03, 0.2, 8.0), (None, 0.02, 1.0)):
+    for limit, now, thinned in ((0.3, 0.2, RAREST), (0.03, 0.2, 8.0), (None, 0.02, 1.0)):
         found = overhead(of_series({"max_overhead": limit}, trackbridge__overhead_share=now, trackbridge__thinning=thinned))
         assert not list(found), "allowed, still being thinned, or little"
 

@@ -84,16 +84,16 @@ def elsewhere(view: View, case: Case) -> None:
 def corrupt_batch(view: View, case: Case) -> None:
     bad, at = view.batches.nonfinite()
     if bad:
-        case.add(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
+        case.add(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values", of_batch=True)
     odd = input_oddities(view)
     share, _ = view.batches.new_tokens()
     foreign = view.batches.foreign()
     few_new = share > _MANY and foreign is None and not other_mixture(view)
     if foreign is not None:
         share_of = f"{foreign[0]:.0%} of the values of step {foreign[2]}, and {foreign[1]:.0%} of their kinds"
-        case.add(STRONG, f"{share_of}, came in no batch before: a foreign file")
+        case.add(STRONG, f"{share_of}, came in no batch before: a foreign file", of_batch=True)
     for one in odd[:3]:
-        case.add(WEAK if few_new else SOLID, words(*one, view.onset))
+        case.add(WEAK if few_new else SOLID, words(*one, view.onset), of_batch=True)
     if odd and not few_new:
         first = view.first_jump
         if first is not None and first[0] == 0:
@@ -160,11 +160,12 @@ def rare_token(view: View, case: Case) -> None:
     share, at = view.batches.new_tokens()
     new = ranges(view)
     if share > _MANY:
-        case.add(STRONG, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before")
+        case.add(STRONG, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before", of_batch=True)
     elif share > 0:
-        case.add(WEAK, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before")
+        case.add(WEAK, f"{share:.1%} of the values in the batch of step {at} came in no batch recorded before", of_batch=True)
     elif new:
-        case.add(SOLID, f"tokens {', '.join(map(str, new[:5]))} of the batch are outside the range of all batches before")
+        tokens = ", ".join(map(str, new[:5]))
+        case.add(SOLID, f"tokens {tokens} of the batch are outside the range of all batches before", of_batch=True)
     hot = view.hot_rows if not view.batches.tensors else None
     if hot is not None and hot[0]:
         rows = ", ".join(map(str, hot[0]))
@@ -217,7 +218,7 @@ def _only_extremes(view: View) -> bool:
 def label_fault(view: View, case: Case) -> None:
     inputs, targets = input_oddities(view), target_oddities(view)
     if targets and not inputs:
-        case.add(STRONG, words(*targets[0], view.onset))
+        case.add(STRONG, words(*targets[0], view.onset), of_batch=True)
         case.add(WEAK, "the inputs of the same batch are as usual")
     act, loss = view.moved_activation, view.loss_jump
     jumped = loss is not None and loss > JUMPED
@@ -275,7 +276,8 @@ def repeated_batch(view: View, case: Case) -> None:
     seen, repeats = fingerprints(view)
     if repeats:
         step, earlier = repeats[-1]
-        case.add(STRONG, f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby")
+        again = f"the batch of step {step} has the fingerprint of step {earlier}; {len(repeats)} such repeats nearby"
+        case.add(STRONG, again, of_batch=True)
         if len(repeats) >= 4:
             case.add(SOLID, "again and again")
     elif seen:
