@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trackbridge.diagnosis import nonfinite
-from trackbridge.diagnosis.data import input_oddities
+from trackbridge.diagnosis.data import MANY_NEW, input_oddities
 from trackbridge.diagnosis.growth import GROWN
 from trackbridge.diagnosis.onset import in_one_step, larger_output, lone_gradient, still_out
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
@@ -53,7 +53,7 @@ def hardware_fault(view: View, case: Case) -> None:
     bad, at = view.batches.nonfinite()
     if bad:
         case.against(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
-    if view.batches.new_tokens()[0] > 0.02:
+    if view.batches.new_tokens()[0] > MANY_NEW:
         case.against(STRONG, "many tokens of the batch are new")
     together = changed_together(view)
     if together:
