@@ -12,9 +12,11 @@ from torch import nn
 
 import trackbridge
 from tests.detectors.kit import rows
+from trackbridge import tree
 from trackbridge.diagnosis import diagnose
+from trackbridge.diagnosis.batch import Batches
 from trackbridge.explain import explain
-from trackbridge.records import Anomaly, Hypothesis
+from trackbridge.records import Anomaly, Hypothesis, MicroBatch, StepContext
 from trackbridge.rundir import RunDirectory
 
 STEPS, AT = 80, 65
@@ -138,6 +140,19 @@ def test_half_precision_does_not_break_a_module_that_was_far_from_its_end() -> N
     story.series["act/inputs/max"] = [60000.0 if value is not None else None for value in story.series["act/inputs/max"]]
     (overflow,) = (hypothesis for hypothesis in story.told() if hypothesis.name == "fp16-overflow")
     assert not any("where it began" in text for text in overflow.evidence_against)
+
+
+def test_of_a_kept_batch_every_element_is_looked_at() -> None:
+    """The recorded count ends after a million elements."""
+    x = np.ones((4, 8), np.float32)
+    contexts = []
+    for step in range(AT - 20, AT + 9):
+        skeleton, leaves = tree.pack({"x": np.where((np.arange(32).reshape(4, 8) > 29) & (step == AT), np.float32(np.nan), x)})
+        tokens = {"x": {"length": 32, "counted": 16, "nonfinite": 0}}
+        micro = MicroBatch(0, 0, step, None, f"{step}", tokens, None, skeleton, tree.to_numpy(leaves))
+        contexts.append(StepContext(step, step, 0, {}, (micro,)))
+    assert Batches(contexts, AT).nonfinite() == (2, AT)
+    assert Batches(contexts, AT - 1).nonfinite() == (0, AT - 1)
 
 
 @pytest.mark.parametrize(("through", "skip"), [(False, False), (False, True), (True, False)])
