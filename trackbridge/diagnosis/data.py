@@ -9,19 +9,21 @@ from trackbridge.diagnosis.batch import LEAST
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, number, times
 
-# In robust sigmas. Rates are those of healthy steps, see `_only_extremes`. With any of the four halved or doubled all of the
-# 118 faults that were told there keep their first name.
+# What the rules of this file ask for. None is a fine number: with any one halved or doubled (`_LEVEL` was not), none of the
+# 112 right first names among 118 faults told in recorded trials of the zoo (`--unseen 20000`, 2026-11-28) is lost.
+#
+# In robust sigmas; rates are those of healthy steps, see `_only_extremes`.
 _CALM = 5.0  # of an activation, from which it is not as usual: 0.7% of steps
 _AT_ONCE = 4.0  # of the loss at the onset itself, where it stays up: wrong labels need no time. 0.5% of steps
 _STAYS = 3.0  # of the loss in the median of the window's end, from which it stays up: of nine steps none of 1,352 did
 _BEYOND_DATA = 10 * JUMPED  # of an activation, which other data do not reach: a round number, far beyond any healthy jump
-# Shares and factors: round numbers, chosen for what they say and not fitted.
+# Shares and factors: round numbers.
 MANY_NEW = 0.02  # of the values of a batch, from which new ones could move the loss
 _LED = 3.0  # times its usual size, from which the embedding's gradient leads
 _FEEDS = 10.0  # times its height at the onset, to which no labels raise a loss later on
 _NOT_USUAL = 3.0  # times its size of an activation's extreme, and
 _OTHER_NET = 2.0  # times that of a weight, before the onset: the network was not as usual
-# Steps and counts, likewise.
+# Steps and counts.
 _CLOSE = 50  # steps within which the same batch again is no epoch
 _AGAIN = 4  # such repeats are no accident
 _SINCE = 3  # steps after the onset from which a change of data must still be there
