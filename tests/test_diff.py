@@ -17,8 +17,9 @@ import trackbridge
 from tests.training import Model, loader, seed_everything
 from trackbridge.cli import app
 from trackbridge.cli.diff import _numbers
+from trackbridge.config import RAREST
 from trackbridge.diff import Split, diff, facts
-from trackbridge.findings import anomalies, findings
+from trackbridge.findings import anomalies, findings, memory, overhead
 from trackbridge.journal import JournalWriter
 from trackbridge.records import Anomaly, Hypothesis, Params, Row, Schema
 from trackbridge.rundir import RunDirectory
@@ -186,6 +187,45 @@ def test_every_rule_speaks_when_it_should(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in said, words
     assert findings(record)[0].what.startswith("nonfinite")
+
+
+def of_series(settings: dict[str, object] | None = None, gpus: bool = False, **series: object) -> Any:
+    """A record of 200 steps, as far as the rules of speed read it; a series may be a number or {step: number}."""
+    whole = {name: one if isinstance(one, dict) else dict.fromkeys(range(200), one) for name, one in series.items()}
+    known = {name.replace("__", "/"): one for name, one in whole.items()}
+    hardware = {"gpus": [{"memory_bytes": 1000}]} if gpus else {}
+    return SimpleNamespace(
+        names=list(known), settings=settings or {}, provenance={"hardware": hardware},
+        series=lambda name: (np.array(list(known[name])), np.array(list(known[name].values()), float)),
+    )  # fmt: skip
+
+
+def test_what_measuring_took_comes_with_advice_that_acts_on_it() -> None:
+    """A median over the steps would not see what one step in ten takes, and no cadence helps against what every step does."""
+
+    def told(settings: dict[str, object] | None = None, **series: object) -> tuple[float, str, str]:
+        (found,) = overhead(of_series(settings, **series))
+        return found.severity, found.what, found.advice
+
+    every = dict.fromkeys(range(9, 200, 10), 1.0)
+    dear = {step: 0.5 if step in every else 0.01 for step in range(200)}
+    _, what, advice = told(trackbridge__overhead_share=dear, param__norm=every)
+    assert "5.9% of a step" in what and "parameters.weights_every" in advice
+    _, _, advice = told(trackbridge__overhead_share=0.2, param__norm=every)
+    assert "max_overhead" in advice and "weights_every" not in advice
+    share, factor = ({step: a if step < 150 else b for step in range(200)} for a, b in ((0.5, 0.2), (8.0, RAREST)))
+    severity, what, advice = told({"max_overhead": 0.03}, trackbridge__overhead_share=share, trackbridge__thinning=factor)
+    assert "20.0% of a step" in what and "64 times more rarely" in what and not advice and severity < 0.3
+    for limit, now, thinned in ((0.3, 0.2, RAREST), (0.03, 0.2, 8.0), (None, 0.02, 1.0)):
+        found = overhead(of_series({"max_overhead": limit}, trackbridge__overhead_share=now, trackbridge__thinning=thinned))
+        assert not list(found), "allowed, still being thinned, or little"
+
+
+def test_memory_that_activations_leave_is_no_fragmentation_unless_the_allocator_lacked_some() -> None:
+    kept = {"mem__fragmentation": 0.6, "mem__reserved_bytes": 500.0}
+    assert not list(memory(of_series(gpus=True, **kept, mem__alloc_retries=0)))
+    (found,) = memory(of_series(gpus=True, **kept, mem__alloc_retries=3))
+    assert "60%" in found.what and "3 times" in found.what and "expandable_segments" in found.advice
 
 
 def test_a_module_that_gives_nan_is_not_missing(tmp_path: Path) -> None:

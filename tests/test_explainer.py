@@ -25,7 +25,7 @@ def test_those_that_wait_are_explained_together(tmp_path: Path, monkeypatch: pyt
 
     def child_says(command: list[str]) -> str:
         asked.append(command[4:])
-        empty = {"name": "unknown", "evidence_for": [], "evidence_against": [], "intervention": ""}
+        empty = {"name": "unknown", "evidence_for": [], "evidence_against": [], "intervention": "", "of_batch": []}
         return "\n".join(json.dumps({"id": each, "hypotheses": [empty]}) for each in command[4:])
 
     monkeypatch.setattr(explainer, "_child_says", child_says)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from benchmarks.faults.held import HELD_FAULTS
 from benchmarks.faults.judge import Outcome, Plan, effect, plans, run
 from benchmarks.faults.pool import outcomes
 from benchmarks.faults.scores import report
+from trackbridge.diagnosis.registry import RULES, rule
 
 TRIALS = (
     Plan("Noise", "perceptron", 1, 4.0),
@@ -29,6 +31,16 @@ def test_it_is_found_at_once_and_named_first(plan: Plan) -> None:
     assert outcome.effect > 8 and outcome.detected and outcome.false_alarms == []
     assert outcome.delay is not None and outcome.delay <= 2
     assert outcome.first == outcome.cause and outcome.place == 0
+
+
+def test_a_kept_record_is_judged_again_by_the_rules_of_today(tmp_path: Path) -> None:
+    plan = Plan("NanBatch", "perceptron", 1, 0.01)
+    assert run(plan, tmp_path).first == "corrupt-batch"
+    try:
+        rule("cosmic-ray", intervention="rerun")(lambda view, case: case.add(100, "a flash of light"))
+        assert run(plan, tmp_path).first == "cosmic-ray"
+    finally:
+        RULES.pop("cosmic-ray", None)
 
 
 def test_a_healthy_run_is_quiet() -> None:

@@ -20,6 +20,7 @@ from hypothesis.extra import numpy as npst
 from tests.disk import full_disk
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.journal import JournalReader, JournalWriter
+from trackbridge.journal.codec import decode, encode
 from trackbridge.records import (
     Anomaly,
     Artifact,
@@ -121,7 +122,9 @@ anomalies = st.builds(
     cascade=st.lists(st.tuples(text, integer), max_size=3).map(tuple),
     recovered_after=st.none() | integer,
     ranks=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    hypotheses=st.lists(st.builds(Hypothesis, text, st.tuples(text), st.tuples(text, text)), max_size=2).map(tuple),
+    hypotheses=st.lists(
+        st.builds(Hypothesis, text, st.tuples(text), st.tuples(text, text), of_batch=st.tuples(text)), max_size=2
+    ).map(tuple),
     capsule=st.none() | text,
     time=number,
     notes=st.lists(text, max_size=2).map(tuple),
@@ -165,6 +168,14 @@ def test_every_kind_of_record_comes_back_to_the_bit(tmp_path_factory: Any, recor
     assert [record.seq for record in back] == list(range(len(records)))
     assert all(same(a, b) for a, b in zip(records, back, strict=True))
     assert not reader.damage
+
+
+@pytest.mark.parametrize("key", [b"", b'"of_what": [1], '])
+def test_a_hypothesis_of_a_version_before_or_after_is_read(key: bytes) -> None:
+    found = Anomaly("a", "spike", 1, 1, 0.5, "train/loss", 2.0, 1.0, 9.0, hypotheses=(Hypothesis("x", ("why",)),), seq=0)
+    kind, payload = encode(found)
+    text = payload[4:].replace(b'"intervention": null, "of_batch": []', key + b'"intervention": null')
+    assert text != payload[4:] and decode(kind, 0, 1, struct.pack("<I", len(text)) + text) == found
 
 
 def test_nan_payload_and_infinities_are_exact(tmp_path: Path) -> None:

@@ -165,10 +165,10 @@ def test_the_symptoms_do_not_deny_what_the_diagnosis_saw_of_the_batch(tmp_path: 
     known = Known.of_capsule(load(make(tmp_path / "spike-13")))
     known = replace(known, batches={step: (MicroBatch(),) for step in (10, 11, 12)})
     assert module._unusual(known) == "not known: too little is recorded here of the batches before it (2 steps with batches)"
-    seen = words(12, "0", "mean", 2590.0, 12)
-    twice = tuple(Hypothesis(name, (seen, "no series left its band before the onset"), (), None) for name in ("a", "b"))
+    seen, other = words(12, "0", "mean", 2590.0, 12), "as the batch of step 12 is, so was the batch of step 11"
+    twice = tuple(Hypothesis(name, (seen, other), (), None, of_batch=(seen,)) for name in ("a", "b"))
     known = replace(known, anomaly=an_anomaly(hypotheses=twice))
-    assert "2.59e+03 sigmas above usual" in seen and module._unusual(known) == seen
+    assert "2.59e+03 sigmas above usual" in seen and module._unusual(known) == seen, "by what it is about, not by its words"
 
 
 def test_a_rule_s_event_has_one_and_nobody_is_told_to_sync(tmp_path: Path) -> None:

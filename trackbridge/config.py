@@ -18,6 +18,8 @@ from trackbridge.rules import Rule
 
 MiB = 1024 * 1024
 PREFIX = "TRACKBRIDGE_"
+RAREST = 64
+"""Times more rarely than set, at most, that statistics are taken to keep to `max_overhead`."""
 
 
 class Section(BaseModel):

@@ -16,7 +16,7 @@ from typing import Any
 from trackbridge import coverage, provenance
 from trackbridge.config import RecorderConfig
 from trackbridge.diagnosis import diagnose
-from trackbridge.diagnosis.view import BLUR
+from trackbridge.diagnosis.view import since_resume
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, Hypothesis, Params, Row, StepContext
 from trackbridge.rundir import RunDirectory, dumps
@@ -42,9 +42,9 @@ def explain(run_dir: RunDirectory, anomaly: Anomaly) -> tuple[Hypothesis, ...]:
         rows = _rows(run_dir, rank, anomaly, last)
         if any(row.step >= anomaly.onset for row in rows):
             contexts = _contexts(run_dir, rank, anomaly, last)
-            start = next(row.step for row in rows if row.attempt == anomaly.attempt)
+            since = since_resume(anomaly, rows)
             notes: tuple[str, ...] = ()
-            if anomaly.attempt and -BLUR <= anomaly.onset - start <= FRESH:
+            if since is not None and since <= FRESH:
                 notes = (*_resumed(anomaly), *(f"changed: {text}" for text in changes(run_dir, rank, anomaly.attempt)))
             return diagnose(anomaly.updated(notes=(*anomaly.notes, *notes)), rows, contexts)
     return diagnose(anomaly, ())

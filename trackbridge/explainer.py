@@ -126,5 +126,5 @@ class Explainer:
 
 
 def _hypothesis(plain: Mapping[str, Any]) -> Hypothesis:
-    evidence_for, evidence_against = (tuple(map(str, plain[side])) for side in ("evidence_for", "evidence_against"))
-    return Hypothesis(str(plain["name"]), evidence_for, evidence_against, plain["intervention"])
+    said, denied, of_batch = (tuple(map(str, plain[key])) for key in ("evidence_for", "evidence_against", "of_batch"))
+    return Hypothesis(str(plain["name"]), said, denied, plain["intervention"], of_batch)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from trackbridge.backends.words import anomaly_line
+from trackbridge.config import RAREST
 from trackbridge.history import RunRecord
 from trackbridge.journal import JournalReader
 from trackbridge.names import ACT
@@ -36,6 +37,7 @@ class Finding:
 
 Rule = Callable[[RunRecord], Iterator[Finding]]
 _RULES: list[Rule] = []
+_DEAR = 0.03  # of a step, from which our own part is worth a line
 
 
 def findings(record: RunRecord) -> list[Finding]:
@@ -113,7 +115,7 @@ def clipping(record: RunRecord) -> Iterator[Finding]:
     if len(cut) >= 50 and cut.mean() > 0.95:
         share = float(np.median(used[theirs][cut] / whole[mine][cut]))
         what = f"gradients were clipped in {cut.mean():.0%} of the steps, to {share:.2g} of their norm in the middle"
-        yield Finding(0.2, "setup", what, "the clip acts as a learning rate; raise it or lower the rate if that is not meant")
+        yield Finding(0.2, "setup", what, "it is the clip that sets their size; raise it if that is not meant")
 
 
 # -- what is lacking in the record
@@ -238,10 +240,33 @@ def waiting(record: RunRecord) -> Iterator[Finding]:
 
 @_rule
 def overhead(record: RunRecord) -> Iterator[Finding]:
-    share = _values(record, "trackbridge/overhead_share")
-    if len(share) and float(np.median(share)) > 0.03:
-        what = f"trackbridge itself took {float(np.median(share)):.1%} of the steps"
-        yield Finding(0.3, "speed", what, "raise parameters.weights_every and activations.every")
+    share, thinned = _values(record, "trackbridge/overhead_share"), _last(record, "trackbridge/thinning") >= RAREST
+    if thinned:  # how much is left
+        share = share[-int((_values(record, "trackbridge/thinning") >= RAREST).sum()) :]
+    allowed, took = record.settings.get("max_overhead"), float(share.mean()) if len(share) else 0.0
+    if took <= (allowed or _DEAR):
+        return
+    what = f"trackbridge itself took {took:.1%} of a step on average"
+    if allowed is None and _weights_alone(record) > took / 2:
+        advice = "most of it to measure weights: raise parameters.weights_every, moments_every and rows_every"
+        yield Finding(0.3, "speed", what, advice)
+    elif allowed is None:
+        advice = f"init(max_overhead={_DEAR}) takes activations and weights more rarely, and shows what is left"
+        yield Finding(0.3, "speed", what, advice)
+    elif thinned:
+        left = f"with activations and weights taken {RAREST} times more rarely: the rest counts less in a longer step"
+        yield Finding(0.2, "speed", f"{what}, {left}")
+
+
+def _weights_alone(record: RunRecord) -> float:
+    """Of the mean share of a step, what the steps that measure weights took beyond the others'; 0 where that is not known."""
+    if "param/norm" not in record.names:
+        return 0.0
+    steps, share = record.series("trackbridge/overhead_share")
+    measured = np.isin(steps, record.series("param/norm")[0])
+    if measured.all() or not measured.any():
+        return 0.0
+    return float((share[measured].mean() - share[~measured].mean()) * measured.mean())
 
 
 @_rule
@@ -253,9 +278,10 @@ def memory(record: RunRecord) -> Iterator[Finding]:
         if 0.95 < share <= 1:
             advice = "a longer batch may not fit; look at mem/fragmentation"
             yield Finding(0.4, "speed", f"device memory was {share:.0%} full", advice)
-    fragmented = _values(record, "mem/fragmentation")
-    if len(fragmented) and float(np.median(fragmented)) > 0.3:
-        what = f"{float(np.median(fragmented)):.0%} of the allocator's memory was not in use"
+    fragmented, retries = _values(record, "mem/fragmentation"), _last(record, "mem/alloc_retries")
+    if len(fragmented) and float(np.median(fragmented)) > 0.3 and retries:  # without, it is where activations go
+        unused = f"{float(np.median(fragmented)):.0%} of the allocator's memory was not in use at the end of a step"
+        what = f"{unused}, and it gave memory back {retries:.0f} times to get some"
         yield Finding(0.2, "speed", what, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trackbridge import ranks
+from trackbridge.config import RAREST
 from trackbridge.hostcopy import capturing
 from trackbridge.notices import private
 from trackbridge.records import RunInfo
@@ -29,7 +30,6 @@ SAMPLED = 23  # steps from one in which device time is measured to the next; sha
 MEMORY = 0.1  # weight of a new sample in the device's share
 
 WINDOW = 50  # steps after which the share is judged
-RAREST = 64
 RELIEF = 1 / 3  # of the limit: to be twice as often again at most doubles the cost, and then there is room left
 CALM = 3  # windows below that before it happens
 

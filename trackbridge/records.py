@@ -54,12 +54,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One possible cause, with its evidence. `name` is a stable identifier such as ``corrupt-batch``."""
+    """One possible cause, with its evidence. `name` is a stable identifier such as ``corrupt-batch``; `of_batch` are those of
+    `evidence_for` that are facts about a batch."""
 
     name: str
     evidence_for: tuple[str, ...] = ()
     evidence_against: tuple[str, ...] = ()
     intervention: str | None = None
+    of_batch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

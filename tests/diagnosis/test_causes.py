@@ -151,6 +151,16 @@ def test_the_cause_is_named_first_with_evidence_and_a_test(name: str) -> None:
     assert first.evidence_for and first.intervention
 
 
+OF_BATCH = {"corrupt-batch": 2, "rare-token": 1, "repeated-batch": 1, "label-fault": 0, "lr-discontinuity": 0}
+
+
+@pytest.mark.parametrize(("name", "count"), OF_BATCH.items())
+def test_what_is_a_fact_about_a_batch_is_marked_as_one(name: str, count: int) -> None:
+    first = STORIES[name]().first()
+    assert len(first.of_batch) == count and set(first.of_batch) <= set(first.evidence_for)
+    assert not any("back in its band" in text or "jumped" in text for text in first.of_batch)
+
+
 def test_non_finite_data_is_a_corrupt_batch() -> None:
     first = holes().first()
     assert first.name == "corrupt-batch" and "3 non-finite" in first.evidence_for[0]
@@ -277,7 +287,8 @@ def test_a_foreign_file_and_rare_tokens_are_told_apart_by_what_is_new(kind: str,
     story = Story().spike().gradients(3)
     data = rows(story.series)
     anomaly = watch_all(Watch(), data)[0]
-    assert diagnose(anomaly, data, text_batches(kind))[0].name == cause
+    first = diagnose(anomaly, data, text_batches(kind))[0]
+    assert first.name == cause and first.of_batch, "the foreign file, too, is a fact about its batch"
 
 
 def test_a_weight_that_grows_in_a_young_run_is_nothing_without_a_past() -> None:

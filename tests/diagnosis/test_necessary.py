@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import trackbridge
 from tests.detectors.kit import rows
 from tests.diagnosis.kit import AT, LAYERS, STEPS, Story, outliers
+from tests.diagnosis.test_causes import STORIES
 from trackbridge import explain
 from trackbridge.diagnosis import View, diagnose, rule, trends
 from trackbridge.diagnosis.batch import Batches, Past
@@ -243,3 +245,60 @@ def test_gradients_of_attention_that_another_weight_explains_are_not_its_own() -
 
     assert named(found(False)) == ["attention-logit-growth"]
     assert found(True)[0].name == "embedding-instability" and "attention-logit-growth" not in named(found(True))
+
+
+def healthy(*parts: str) -> Callable[[Story], None]:
+    """Makes the series that have one of `parts` in their names what they are in a healthy run; those that it lacks go."""
+
+    def undo(story: Story) -> None:
+        usual = Story().series
+        names = [name for name in story.series if any(part in name for part in parts)]
+        assert names
+        for name in names:
+            story.series[name] = usual[name] if name in usual else np.zeros(STEPS)
+
+    return undo
+
+
+def usual_tokens(story: Story) -> None:
+    story.tokens = Story().tokens
+
+
+def usual_prints(story: Story) -> None:
+    story.prints = Story().prints
+
+
+def no_change(story: Story) -> None:
+    story.notes = ("after_resume",)
+
+
+TAKEN_AWAY: dict[str, Callable[[Story], None]] = {
+    "corrupt-batch": usual_tokens,
+    "rare-token": usual_tokens,
+    "repeated-batch": usual_prints,
+    "data-regime-change": usual_tokens,
+    "lr-discontinuity": healthy("train/lr"),
+    "gradient-explosion": healthy("grad"),
+    "optimizer-state-lost": healthy("exp_avg"),
+    "stale-second-moment": healthy("exp_avg_sq_norm"),
+    "fp16-overflow": healthy("train/loss_scale", "optim/skipped", "act/"),
+    "activation-outliers": healthy("act/"),
+    "attention-logit-growth": healthy("qkv"),
+    "embedding-instability": healthy("embed"),
+    "hardware-fault": healthy("weight_norm"),
+    "config-change": no_change,
+}
+"""What makes the trace that the rule goes by one of a healthy run; the rest of the story stays as it was."""
+
+
+@pytest.mark.parametrize("name", TAKEN_AWAY)
+def test_without_its_evidence_a_cause_is_not_named(name: str) -> None:
+    story = STORIES[name]()
+    assert story.first().name == name
+    TAKEN_AWAY[name](story)
+    assert name not in named(story.told()[1])
+
+
+def test_no_rule_is_left_out() -> None:
+    """That of label-fault is taken away in `test_a_largest_value_a_little_out_says_nothing_where_the_batch_is_known`."""
+    assert set(TAKEN_AWAY) | {"label-fault"} == set(RULES)

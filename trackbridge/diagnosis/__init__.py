@@ -29,7 +29,8 @@ def diagnose(anomaly: Anomaly, window: Sequence[Row], contexts: Sequence[StepCon
         if case.supports:
             by_weight = [sorted(side, key=lambda pair: -pair[0]) for side in (case.supports, case.opposes)]
             for_, against = (tuple(text for _, text in side) for side in by_weight)
-            weighed.append((case.weight, Hypothesis(one.name, for_, against, one.intervention)))
+            of_batch = tuple(text for text in for_ if text in case.of_batch)
+            weighed.append((case.weight, Hypothesis(one.name, for_, against, one.intervention, of_batch)))
     weighed.sort(key=lambda pair: (-pair[0], pair[1].name))
     named = [hypothesis for weight, hypothesis in weighed if weight >= ENOUGH]
     thin = [hypothesis for weight, hypothesis in weighed if 0 < weight < ENOUGH]

@@ -157,9 +157,14 @@ class Batches:
         return whole * end > 0 and abs(end) >= abs(whole) / 2
 
     def nonfinite(self) -> tuple[int, int]:
-        """(count of non-finite elements, step) of the first batch near the onset that has any."""
+        """(count of non-finite elements, step) of the first batch near the onset that has any. The recorded count is of the
+        first million elements of a tensor; of a batch that was kept all are looked at."""
+        near = [context for context in self.contexts if 0 <= self.onset - context.step <= NEAR]
+        kept = {context.step: [array for micro in context.micro for _, array in _kept(micro)] for context in near}
         for step in range(self.onset - NEAR, self.onset + 1):
             count = sum(int(self.step_values(tensor, "nonfinite", step, step).sum()) for tensor in self.tensors)
+            whole = sum(array.size - int(np.isfinite(array).sum()) for array in kept.get(step, ()) if array.dtype.kind == "f")
+            count = max(count, whole)
             if count:
                 return count, step
         return 0, self.onset

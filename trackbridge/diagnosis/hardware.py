@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trackbridge.diagnosis.data import input_oddities
+from trackbridge.diagnosis import nonfinite
+from trackbridge.diagnosis.data import MANY_NEW, input_oddities
 from trackbridge.diagnosis.growth import GROWN
 from trackbridge.diagnosis.onset import in_one_step, larger_output, lone_gradient, still_out
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
@@ -21,7 +22,8 @@ def hardware_fault(view: View, case: Case) -> None:
     if first is not None and (view.lead <= 2 or first[2] > _APART * JUMPED):
         place, name, z = first
         if z > 2 * JUMPED:
-            case.add(SOLID, f"{name} jumped {number(z)} sigmas in one step")
+            how = f"jumped {number(z)} sigmas in one step" if np.isfinite(z) else "is above 0 from one step to the next"
+            case.add(SOLID, f"{name} {how}")
             if place > 0:
                 site, _, before = view.jumps[place - 1]
                 case.add(SOLID, f"it began there: the module before it ({site}) is as usual ({number(before)} sigmas)")
@@ -34,6 +36,9 @@ def hardware_fault(view: View, case: Case) -> None:
         what = f"{name} changed {times(factor)} in between ({number(sigmas)} sigmas), other weights did not"
         case.add(STRONG if once else WEAK, what if once else f"{what}; but nothing else shows that it was in one step")
         _explained(view, case, name)
+    came = nonfinite.entry(view)
+    if came is not None:
+        _entered(came, case)
     gradient = lone_gradient(view)
     if gradient is not None and first is None:
         case.add(
@@ -48,7 +53,7 @@ def hardware_fault(view: View, case: Case) -> None:
     bad, at = view.batches.nonfinite()
     if bad:
         case.against(STRONG + WEAK, f"the batch of step {at} holds {bad} non-finite values")
-    if view.batches.new_tokens()[0] > 0.02:
+    if view.batches.new_tokens()[0] > MANY_NEW:
         case.against(STRONG, "many tokens of the batch are new")
     together = changed_together(view)
     if together:
@@ -78,6 +83,16 @@ def hardware_fault(view: View, case: Case) -> None:
         and still_out(view)
     ):
         case.against(STRONG, "the activations stay different while the weights are as they were: no bit flips for so long")
+
+
+def _entered(came: nonfinite.Entry, case: Case) -> None:
+    """The other side of what `data` says: where the record does not tell, as much speaks for a weight as for the batch."""
+    if came.speaks == "weight":
+        case.add(STRONG, came.why)
+    elif came.speaks == "batch" and came.sure:
+        case.against(STRONG, came.why)
+    else:
+        case.add(WEAK, f"a weight of {came.site} that is not finite does it, and so does a batch, which is not recorded")
 
 
 def _explained(view: View, case: Case, name: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from trackbridge.diagnosis import nonfinite
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import LATER, View, in_steps, number, times
 
 FP16_MAX = 65504.0
+_EDGE = FP16_MAX / 8  # what is below does not come to the end of fp16 in a step or two
 _STEADY, _FAST, _SOON = 8, 1.1, 40  # steps of growth, its least factor in one, steps ahead
 
 
@@ -33,6 +35,10 @@ def fp16_overflow(view: View, case: Case) -> None:
         name, factor, left = pace
         how = f"{name} grows {times(factor)} a step under a loss scaler"
         case.add(SOLID, f"{how}: fp16 does not hold it {in_steps(left)} later")
+    came = nonfinite.entry(view)
+    largest = view.before(f"act/{came.site}/max", 1) if came is not None else np.empty(0)
+    if came is not None and len(largest) and largest[0] < _EDGE:
+        case.against(STRONG, f"{came.site}, where it began, had put out no more than {number(largest[0])} the step before")
     bad, at = view.batches.nonfinite()
     if bad:
         case.against(STRONG + WEAK, f"the batch of step {at} itself holds {bad} non-finite values")
@@ -59,6 +65,6 @@ def _near_the_edge(view: View) -> tuple[float, str] | None:
     for name in view.family("act/", "/max"):
         values = np.concatenate((view.before(name, 4), view.near(name, LATER)))
         values = values[np.isfinite(values)]
-        if len(values) and FP16_MAX / 8 < values.max() < 1.5 * FP16_MAX:
+        if len(values) and _EDGE < values.max() < 1.5 * FP16_MAX:
             found.append((float(values.max()), name))
     return max(found, default=None)

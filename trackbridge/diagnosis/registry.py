@@ -26,13 +26,16 @@ WEAK, SOLID, STRONG = 1, 2, 4
 @dataclass
 class Case:
     """Evidence for and against one cause. A weight ranks, it is no probability: `WEAK` fits several causes, `SOLID` few,
-    `STRONG` hardly any other."""
+    `STRONG` hardly any other. `of_batch` are those of the supports that are facts about a batch."""
 
     supports: list[tuple[int, str]] = field(default_factory=list)
     opposes: list[tuple[int, str]] = field(default_factory=list)
+    of_batch: set[str] = field(default_factory=set)
 
-    def add(self, weight: int, text: str) -> None:
+    def add(self, weight: int, text: str, *, of_batch: bool = False) -> None:
         self.supports.append((weight, text))
+        if of_batch:
+            self.of_batch.add(text)
 
     def against(self, weight: int, text: str) -> None:
         self.opposes.append((weight, text))

@@ -20,8 +20,7 @@ Grown: TypeAlias = "tuple[float, str]"
 
 LATER = 8
 """Steps past the onset at which it is asked whether something lasts: as far as a capsule reaches."""
-BLUR = 2
-"""Steps by which the onset of a level that changed may be dated too early, and so before the attempt that changed it."""
+_BLUR = 2  # steps by which the onset of a level may be dated too early, and so before the attempt that changed it
 _BACK = 0.25  # of its height: an excursion below that is on its way out
 JUMPED = 8.0
 """Robust sigmas from which an activation has jumped in one step."""
@@ -221,11 +220,7 @@ class View:
 
     @cached_property
     def since_resume(self) -> int | None:
-        """Steps from the start of this attempt to the onset, None in a first attempt and where it began before this one."""
-        own = [row.step for row in self.rows if row.attempt == self.anomaly.attempt]
-        if not own or self.anomaly.attempt == 0 or self.onset < own[0] - BLUR:
-            return None
-        return max(self.onset - own[0], 0)
+        return since_resume(self.anomaly, self.rows)
 
     @cached_property
     def lr_jump(self) -> tuple[float, int] | None:
@@ -416,6 +411,15 @@ class View:
     def batch(self) -> tuple[MicroBatch, ...]:
         """The micro-batches of the onset."""
         return next((context.micro for context in self.contexts if context.step == self.onset), ())
+
+
+def since_resume(anomaly: Anomaly, rows: Sequence[Row]) -> int | None:
+    """Steps from the start of the anomaly's attempt to its onset. None in a first attempt, and where it began before this one:
+    by more than a level's onset may be dated too early."""
+    start = min((row.step for row in rows if row.attempt == anomaly.attempt), default=None)
+    if start is None or anomaly.attempt == 0 or anomaly.onset < start - _BLUR:
+        return None
+    return max(anomaly.onset - start, 0)
 
 
 def is_embedding(name: str) -> bool:

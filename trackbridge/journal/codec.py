@@ -189,9 +189,10 @@ def _anomaly(body: dict[str, Any], blobs: _Blobs) -> Anomaly:
 
 
 def _hypothesis(body: dict[str, Any]) -> Hypothesis:
-    for name in ("evidence_for", "evidence_against"):
-        body[name] = tuple(body[name])
-    return Hypothesis(**body)
+    for name in ("evidence_for", "evidence_against", "of_batch"):
+        body[name] = tuple(body.get(name, ()))
+    known = {f.name for f in fields(Hypothesis)}
+    return Hypothesis(**{key: value for key, value in body.items() if key in known})
 
 
 def _timed(kind: type[Artifact | Params | RunEnd]) -> Callable[[dict[str, Any], _Blobs], Record]:

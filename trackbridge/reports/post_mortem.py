@@ -7,7 +7,6 @@ the root cause is "not known yet" until a replay has shown it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,7 +56,6 @@ _PANELS: Mapping[str, tuple[str, ...]] = {
     "config-change": ("loss", "lr"),
     "unknown": ("loss", "gradient-norm"),
 }
-_OF_BATCH = re.compile(r"\bthe batch of step \d")  # evidence that is a fact about one batch
 _TITLES = {panel.id: panel.title for panel in PANELS}
 
 
@@ -177,8 +175,7 @@ def _unusual(known: Known) -> str:
     if found:
         return "; ".join(found)
     # the diagnosis saw more of the past, and the raw batches, which a capsule may lack
-    hypotheses = known.anomaly.hypotheses
-    said = [text for h in hypotheses for text in h.evidence_for if _OF_BATCH.search(text)]
+    said = [text for hypothesis in known.anomaly.hypotheses for text in hypothesis.of_batch]
     if said:
         return "; ".join(dict.fromkeys(said))
     if not identity.known:
