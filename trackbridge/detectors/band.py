@@ -61,7 +61,7 @@ _FALLEN = 2.0  # what the scale is multiplied by when a fall is accepted
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The gains, chosen on real curves by cross-validation over families (docs/detection-measured.md); no business of a user."""
+    """The gains, by cross-validation over families of real curves (docs/detection-measured.md); no business of a user."""
 
     level_gain: float = 0.2
     slope_gain: float = 0.003
