@@ -30,8 +30,10 @@ _FOR_GOOD = {"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "R
              "ENDPOINT_NOT_FOUND", "FEATURE_DISABLED", "NOT_IMPLEMENTED"}  # fmt: skip
 _BACK_OFF_SECONDS = 1.0
 _FOLDER_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
-_FOLDER = (f"this MLflow does not open a store that is a folder of files; set {_FOLDER_VARIABLE}=true, or make a database of it "
-           "(mlflow migrate-filestore)")  # fmt: skip
+_FOLDER = (
+    f"this MLflow does not open a store that is a folder of files; set {_FOLDER_VARIABLE}=true, or make a database of it "
+    "(mlflow migrate-filestore)"
+)
 
 
 class Refused(Exception):  # noqa: N818 - a signal
