@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import trackbridge
 from tests.capsules import an_anomaly, edit, make
 from tests.training import Model, loader, seed_everything
-from trackbridge.advice import advice
+from trackbridge.advice import what_to_do
 from trackbridge.cli import app
 from trackbridge.cli.diff import _numbers
 from trackbridge.config import RAREST
@@ -169,9 +169,9 @@ def test_an_anomaly_comes_with_the_command_that_tests_its_hypothesis(tmp_path: P
     late = an_anomaly(
         capsule="capsules/spike-7", hypotheses=()
     )  # the run ended before it was sealed: the causes are in the capsule only
-    assert advice(run, late) == told
+    assert what_to_do(run, late) == told
     theirs = an_anomaly(capsule="capsules/spike-7", hypotheses=(Hypothesis("own", intervention="look at the cable."),))
-    assert advice(run, theirs) == "perhaps own; to test it: look at the cable"
+    assert what_to_do(run, theirs) == "perhaps own; to test it: look at the cable"
 
 
 def test_no_replay_is_advised_that_cannot_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trackbridge.records import Anomaly
 BUILD = "--build my_module:build"
 
 
-def advice(run: Path, anomaly: Anomaly) -> str:
+def what_to_do(run: Path, anomaly: Anomaly) -> str:
     """One line for a terminal, "" where no cause was looked for. A replay is advised only where there are batches to feed."""
     folder = run / anomaly.capsule if anomaly.capsule else None
     capsule = _manifest(folder) if folder is not None else None

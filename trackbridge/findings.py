@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from trackbridge.advice import advice
+from trackbridge.advice import what_to_do
 from trackbridge.backends.words import anomaly_line
 from trackbridge.config import RAREST
 from trackbridge.history import RunRecord
@@ -70,7 +70,7 @@ def _last(record: RunRecord, name: str) -> float:
 @_rule
 def anomalies(record: RunRecord) -> Iterator[Finding]:
     for anomaly in record.anomalies:
-        yield Finding(anomaly.severity, "anomaly", anomaly_line(anomaly), advice(record.path, anomaly), anomaly.onset)
+        yield Finding(anomaly.severity, "anomaly", anomaly_line(anomaly), what_to_do(record.path, anomaly), anomaly.onset)
 
 
 # -- how the run ended, and whether it learns

@@ -129,7 +129,7 @@ def test_tensorboard_tensors(loss: np.ndarray, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_mlflow(loss: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MLflow that refuses such a store is one line with the way out, in every command; told to take it, its runs are read."""
+    """An MLflow that refuses such a store is one line with the way out; told to take it, its runs are read."""
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
@@ -140,7 +140,7 @@ def test_a_folder_of_mlflow(loss: np.ndarray, tmp_path: Path, monkeypatch: pytes
     client.log_batch(name, [Metric("train_loss", float(value), 1000 + i, i) for i, value in enumerate(loss)])
     found_all(scan(f"mlflow:{name}"), "train_loss")
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "other").as_uri())  # MLflow keeps what it has opened
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "other").as_uri())  # MLflow keeps what it opened
     try:
         MlflowClient()
     except MlflowException:
