@@ -107,7 +107,7 @@ def test_other_settings_other_seed(folder: Path) -> None:
     ("split", "words"),
     [
         (Split(250, "train/lr", 0.001, 0.1, "4.bias", "loss", 7),
-         "they part at step 250 (loss): train/lr is 0.001 and 0.1; 7 more series differ in that step, first of a layer 4.bias"),
+         "they part at step 250: train/lr is 0.001 and 0.1; 7 more series differ in that step, first of a layer 4.bias"),
         (Split(3, "train/loss", 2.0123456789, 2.1, None, "loss", 0),
          "they part at step 3 (loss): train/loss is 2.01235 and 2.1"),
         (Split(3, "layer/4.bias/grad_norm", 2.01234561, 2.01234562, "4.bias", "backward", 0),
