@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.capsules import an_anomaly
+from trackbridge import sealer as sealers
 from trackbridge.anomalies import HISTOGRAMS_AFTER, Anomalies
+from trackbridge.config import RecorderConfig
 from trackbridge.journal import JournalReader, JournalWriter
 from trackbridge.records import Anomaly, Hypothesis
 from trackbridge.rundir import RunDirectory
@@ -131,3 +133,13 @@ def test_a_capsule_that_gave_way_is_taken_back_from_all_its_anomalies(told: Told
 def test_a_capsule_that_could_not_be_sealed_is_said(told: Told, caplog: pytest.LogCaptureFixture) -> None:
     told.anomalies.sealed(an_anomaly(step=13), "a full disk")
     assert "the capsule of step 13 could not be sealed: a full disk" in caplog.text and not told.later
+
+
+def test_a_capsule_that_the_run_s_end_interrupted_is_not_said_to_have_failed(tmp_path: Path) -> None:
+    def nothing(*_: object) -> None: ...
+
+    sealer = sealers.Sealer(RunDirectory(tmp_path), RecorderConfig(), None, nothing, nothing)  # type: ignore[arg-type]
+    assert sealer._why("spike-13", "") == "the sealing process was ended"
+    assert sealer._why("spike-13", "warning\nspike-13: a full disk\nlast words") == "spike-13: a full disk"
+    sealer.finish(0.0)
+    assert sealer._why("spike-13", "").endswith("the shipper does it, else `trackbridge sync`")

@@ -14,7 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import trackbridge
+from tests.capsules import an_anomaly, edit, make
 from tests.training import Model, loader, seed_everything
+from trackbridge.advice import what_to_do
 from trackbridge.cli import app
 from trackbridge.cli.diff import _numbers
 from trackbridge.config import RAREST
@@ -105,7 +107,7 @@ def test_other_settings_other_seed(folder: Path) -> None:
     ("split", "words"),
     [
         (Split(250, "train/lr", 0.001, 0.1, "4.bias", "loss", 7),
-         "they part at step 250 (loss): train/lr is 0.001 and 0.1; 7 more series differ in that step, first of a layer 4.bias"),
+         "they part at step 250: train/lr is 0.001 and 0.1; 7 more series differ in that step, first of a layer 4.bias"),
         (Split(3, "train/loss", 2.0123456789, 2.1, None, "loss", 0),
          "they part at step 3 (loss): train/loss is 2.01235 and 2.1"),
         (Split(3, "layer/4.bias/grad_norm", 2.01234561, 2.01234562, "4.bias", "backward", 0),
@@ -150,14 +152,39 @@ def test_findings_are_ranked_and_shown(folder: Path, tmp_path: Path) -> None:
     assert [f["what"] for f in listed["findings"]] == [f.what for f in found]
 
 
-def test_an_anomaly_comes_with_the_command_that_tests_its_hypothesis(tmp_path: Path) -> None:
-    guess = Hypothesis("corrupt-batch", intervention="skip-batch")
-    spike = Anomaly("a", "spike", 9, 7, 0.8, "train/loss", 9.0, 2.0, 30.0, hypotheses=(guess,), capsule="capsules/spike-7")
-    record = SimpleNamespace(anomalies=[spike], path=tmp_path / "my run")
+GUESS = Hypothesis("corrupt-batch", intervention="skip-batch")
+
+
+def _advice(run: Path, **changes: Any) -> str:
+    record = SimpleNamespace(anomalies=[an_anomaly(step=9, hypotheses=(GUESS,), **changes)], path=run)
     (finding,) = anomalies(record)  # type: ignore[arg-type]
-    place = f"'{tmp_path}/my run/capsules/spike-7'"
-    assert finding.advice == (
-        f"perhaps corrupt-batch; to test it: trackbridge replay {place} --build my_module:build --try skip-batch"
+    return finding.advice
+
+
+def test_an_anomaly_comes_with_the_command_that_tests_its_hypothesis(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    place = make(run / "capsules" / "spike-7", anomaly=an_anomaly(hypotheses=(GUESS,)))
+    told = f"perhaps corrupt-batch; to test it: trackbridge replay '{place}' --build my_module:build --try skip-batch"
+    assert _advice(run, capsule="capsules/spike-7") == told
+    late = an_anomaly(
+        capsule="capsules/spike-7", hypotheses=()
+    )  # the run ended before it was sealed: the causes are in the capsule only
+    assert what_to_do(run, late) == told
+    theirs = an_anomaly(capsule="capsules/spike-7", hypotheses=(Hypothesis("own", intervention="look at the cable."),))
+    assert what_to_do(run, theirs) == "perhaps own; to test it: look at the cable"
+
+
+def test_no_replay_is_advised_that_cannot_run(tmp_path: Path) -> None:
+    """Every command in an advice works: without batches, or a capsule, it is the one that shows the evidence."""
+    report = f"the evidence: trackbridge report {tmp_path}@9 --post-mortem"
+    assert _advice(tmp_path, capsule=None) == f"perhaps corrupt-batch; it cannot be replayed, it has no capsule; {report}"
+    assert "its capsule is not on this disk; " in _advice(tmp_path, capsule="capsules/spike-7")
+    place = make(tmp_path / "capsules" / "spike-7")
+    edit(place, lambda manifest: manifest.update(tier="explain"))
+    told = _advice(tmp_path, capsule="capsules/spike-7")
+    assert (
+        told
+        == f"perhaps corrupt-batch; it cannot be replayed, not all its batches were kept (run.batches keeps them); {report}"
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.capsules import an_anomaly, make
+from tests.capsules import an_anomaly, edit, make
 from tests.diagnosis.test_feedback import CORRUPT, UNKNOWN, replayed, tried
 from tests.test_seal import a_run, writer
 from trackbridge.capsule import load
@@ -24,7 +24,7 @@ from trackbridge.replay.keep import keep
 from trackbridge.reports import post_mortem as module
 from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
-from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, SECTIONS, post_mortem
+from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, NO_BATCHES, SECTIONS, post_mortem
 from trackbridge.seal import seal
 
 
@@ -42,6 +42,16 @@ def test_what_a_replay_has_shown_is_filled_in(tmp_path: Path) -> None:
     assert "Corrupt-batch (entropy): with skip-batch done the anomaly is gone." in section(after, 4)
     assert "gone with skip-batch done" in section(after, 5)
     assert BLANK in section(after, 4) and BLANK in section(after, 7), "a person confirms, and draws the lesson"
+
+
+def test_without_batches_nobody_is_asked_for_the_result_of_a_replay(tmp_path: Path) -> None:
+    place = make(tmp_path / "spike-13")
+    assert section(post_mortem(load(place)), 3).count(BLANK) == 2 and "To try first" in post_mortem(load(place))
+    edit(place, lambda manifest: manifest.update(tier="explain"))
+    text = post_mortem(load(place))
+    assert section(text, 3).count(NO_BATCHES) == 2 and BLANK not in section(text, 3) and "To try first" not in text
+    edit(place, lambda manifest: manifest.update(local={"tier": "re-feed", "files": {}}))  # they stayed on the other machine
+    assert section(post_mortem(load(place)), 3).count(BLANK) == 2
 
 
 def test_a_run_without_a_capsule_has_one_too(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_no_loss_is_an_error_that_lists_the_columns() -> None:
     assert choose(["val_loss", "reward"], Choice("reward", "val_loss")) == {"train/loss": "reward", "grad/norm": "val_loss"}
 
 
+@pytest.mark.parametrize("columns", [["loss_g", "loss_d", "lr"], ["mse_loss", "kl_loss"], ["train_loss", "train/loss"]])
+def test_several_losses_alike_are_an_error_that_names_them(columns: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"name one with --loss: {columns[0]}, {columns[1]}$"):
+        choose(columns, Choice())
+    assert choose(columns, Choice(columns[1]))["train/loss"] == columns[1]
+
+
 def test_the_step_column() -> None:
     assert step_column(["loss", "Step"], None) == "Step" and step_column(["loss", "_step", "step"], None) == "_step"
     assert step_column(["loss", "tokens"], None) is None and step_column(["loss", "tokens"], "tokens") == "tokens"
@@ -191,6 +198,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["scan", str(path), "--plot", str(plot)])
     assert shown.exit_code == 0, shown.output
     assert "600 steps, 0 to 599" in shown.output and re.search(r"400 .*spike .*train/loss .*3 steps", shown.output)
+    assert re.search(r"^loss \(as train/loss\) +\S{60}$", shown.output, re.M)
     told = json.loads(CliRunner().invoke(app, ["scan", str(path), "--json"]).stdout)
     assert [a["onset"] for a in told["anomalies"]] == [400] and told["columns"] == {"train/loss": "loss"}
     quiet = json.loads(CliRunner().invoke(app, ["scan", str(path), "--json", "--threshold", "500"]).stdout)

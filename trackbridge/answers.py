@@ -127,12 +127,24 @@ def moved_first(anomaly: Anomaly) -> str:
     mover = anomaly.first_mover
     if mover is None:
         return ""
-    own = dict(anomaly.cascade).get(anomaly.series, anomaly.onset)
-    if mover[0] != anomaly.series and mover[1] < own:
-        return f"{mover[0]} at step {mover[1]}"
+    if before := moved_before(anomaly):
+        return before
     name = "the loss" if anomaly.series == "train/loss" else anomaly.series
     together = all(step == mover[1] for _, step in anomaly.cascade)
     return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
+
+
+def moved_before(anomaly: Anomaly) -> str:
+    """``grad/norm at step 119``, where that is earlier than the series that tells the event; "" otherwise. Of what is not
+    finite also the first of the same step to be computed: it is where the others have it from."""
+    if anomaly.first_mover is None or anomaly.first_mover[0] == anomaly.series:
+        return ""
+    series, step = anomaly.first_mover
+    since = anomaly.onset if anomaly.value_step is None else anomaly.value_step
+    own = dict(anomaly.cascade).get(anomaly.series, since)
+    if step < own:
+        return f"{series} at step {step}"
+    return f"{series}, in the same step" if anomaly.kind == "nonfinite" and step == own else ""
 
 
 def how_far(anomaly: Anomaly) -> str:

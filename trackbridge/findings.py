@@ -6,13 +6,13 @@ about it. A rule that has nothing to say says nothing.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from trackbridge.advice import what_to_do
 from trackbridge.backends.words import anomaly_line
 from trackbridge.config import RAREST
 from trackbridge.history import RunRecord
@@ -70,12 +70,7 @@ def _last(record: RunRecord, name: str) -> float:
 @_rule
 def anomalies(record: RunRecord) -> Iterator[Finding]:
     for anomaly in record.anomalies:
-        guess = anomaly.hypotheses[0] if anomaly.hypotheses else None
-        advice = f"perhaps {guess.name}" if guess is not None else ""
-        if guess is not None and guess.intervention:
-            where = shlex.quote(str(record.path / anomaly.capsule)) if anomaly.capsule else "CAPSULE"
-            advice += f"; to test it: trackbridge replay {where} --build my_module:build --try {guess.intervention}"
-        yield Finding(anomaly.severity, "anomaly", anomaly_line(anomaly), advice, anomaly.onset)
+        yield Finding(anomaly.severity, "anomaly", anomaly_line(anomaly), what_to_do(record.path, anomaly), anomaly.onset)
 
 
 # -- how the run ended, and whether it learns

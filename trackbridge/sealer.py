@@ -274,9 +274,15 @@ class Sealer:
                 self._pins.release(capsule.kept.name)
                 capsule.sealed = name in sealed
                 self._allowance.weigh(capsule.kept, self._directory)
-                self._sealed(capsule.anomaly, None if name in sealed else _why(name, complaints))
+                self._sealed(capsule.anomaly, None if name in sealed else self._why(name, complaints))
                 capsule.done.set()
         self._sweep()
+
+    def _why(self, name: str, complaints: str) -> str:
+        """What the child said about this capsule, in one line. A child that was stopped says nothing."""
+        stopped = "the run ended before it was done; the shipper does it, else `trackbridge sync`"
+        lines = complaints.strip().splitlines() or [stopped if self._giving_up else "the sealing process was ended"]
+        return next((line for line in lines if line.startswith(f"{name}: ")), lines[-1])
 
     def _child_says(self, command: list[str]) -> tuple[str, str]:
         """Run the child. It has its own session: Ctrl-C is the trainer's; and it imports nothing from the folder we run in."""
@@ -384,9 +390,3 @@ def _foreign(text: str, rank: int) -> Anomaly:
     """The anomaly that another rank reported, as one of ours."""
     anomaly = TypeAdapter(Anomaly).validate_json(text)
     return anomaly.updated(id=f"{anomaly.id}-rank-{rank}", ranks=(rank,), notes=(*anomaly.notes, f"detected on rank {rank}"))
-
-
-def _why(name: str, complaints: str) -> str:
-    """What the child said about this capsule, in one line."""
-    lines = complaints.strip().splitlines() or ["the sealing process was ended"]
-    return next((line for line in lines if line.startswith(f"{name}: ")), lines[-1])

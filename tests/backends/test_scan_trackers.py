@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlflow.exceptions import MlflowException
 from wandb_kit import Connect
 
 from tests.detectors.kit import loss_curve
 from tests.wandb_server import WandbServer
-from trackbridge.errors import ReferenceNotFoundError, UsageError
+from trackbridge import pull
+from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError
 from trackbridge.records import RunInfo
 from trackbridge.scan import Scan, scan
 from trackbridge.testing import deliver, end, rows
@@ -124,3 +126,25 @@ def test_tensorboard_tensors(loss: np.ndarray, tmp_path: Path) -> None:
         writer.add_event(Event(step=i, summary=Summary(value=[Summary.Value(tag="epoch_loss", tensor=tensor)])))
     writer.close()
     found_all(scan(tmp_path), "epoch_loss")
+
+
+def test_a_folder_of_mlflow(loss: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLflow that refuses such a store is one line with the way out; told to take it, its runs are read."""
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient()
+    name = client.create_run(client.create_experiment("old")).info.run_id
+    client.log_batch(name, [Metric("train_loss", float(value), 1000 + i, i) for i, value in enumerate(loss)])
+    found_all(scan(f"mlflow:{name}"), "train_loss")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "other").as_uri())  # MLflow keeps what it opened
+    try:
+        MlflowClient()
+    except MlflowException:
+        for read in (scan, pull):
+            with pytest.raises(TrackbridgeError, match="MLFLOW_ALLOW_FILE_STORE=true") as caught:
+                read(f"mlflow:{name}")
+            assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)

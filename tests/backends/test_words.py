@@ -97,6 +97,18 @@ def test_the_line_of_a_fault_reads_as_a_sentence() -> None:
     assert "(inf sigma)" not in words.anomaly_line(JUMP.updated(terms="", score=float("inf")))
 
 
+def test_the_line_and_the_page_agree_on_what_moved_first() -> None:
+    """What moves in the step of the loss itself was not first; but a NaN was, where it was computed first."""
+    at_once = anomaly(0, 120).updated(
+        first_mover=("act/5/kurtosis", 120), cascade=(("act/5/kurtosis", 120), ("train/loss", 120))
+    )
+    assert words.anomaly_line(at_once) == str(at_once)
+    assert answers.first(at_once) == "Nothing before the loss itself (all at step 120)."
+    broken = at_once.updated(kind="nonfinite")
+    assert words.anomaly_line(broken) == f"{broken}; first to move: act/5/kurtosis, in the same step"
+    assert answers.first(broken) == "act/5/kurtosis, in the same step."
+
+
 def test_what_is_said_of_a_cause_before_it_is_known_is_true() -> None:
     assert "It is a fault by name, lr-discontinuity: train/lr rose 30 times, to 0.03." in words.anomaly_markdown(JUMP)
     assert "it was not known yet when this was written" in words.anomaly_markdown(JUMP.updated(notes=()))

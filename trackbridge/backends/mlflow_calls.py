@@ -29,6 +29,11 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _FOR_GOOD = {"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "RESOURCE_DOES_NOT_EXIST", "NOT_FOUND",
              "ENDPOINT_NOT_FOUND", "FEATURE_DISABLED", "NOT_IMPLEMENTED"}  # fmt: skip
 _BACK_OFF_SECONDS = 1.0
+_FOLDER_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
+_FOLDER = (
+    f"this MLflow does not open a store that is a folder of files; set {_FOLDER_VARIABLE}=true, or make a database of it "
+    "(mlflow migrate-filestore)"
+)
 
 
 class Refused(Exception):  # noqa: N818 - a signal
@@ -36,13 +41,17 @@ class Refused(Exception):  # noqa: N818 - a signal
 
 
 def client(uri: str) -> Any:
-    """A client of `uri`; for a database this creates or opens it."""
+    """A client of `uri`; for a database this creates or opens it. Raises `RetryLater`, or `TrackbridgeError` when a person must
+    do something, as with a folder of files (``mlruns``), which a new MLflow opens only when told to."""
     plugins.require("mlflow", "mlflow")
     from mlflow.tracking import MlflowClient
 
-    with calling(uri):
-        _make(uri)
-        return MlflowClient(tracking_uri=uri)
+    try:
+        with calling(uri):
+            _make(uri)
+            return MlflowClient(tracking_uri=uri)
+    except Refused as error:  # no content was sent: it is the address, or a kind of store that this MLflow does not open
+        raise TrackbridgeError(f"MLflow at {public(uri)}: {_FOLDER if _FOLDER_VARIABLE in str(error) else error}") from None
 
 
 def _make(uri: str) -> None:

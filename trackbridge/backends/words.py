@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trackbridge.answers import answers, how_to_test, moved_first, peak, shown
+from trackbridge.answers import answers, how_to_test, moved_before, moved_first, peak, shown
 from trackbridge.records import Anomaly
 from trackbridge.rundir import dumps
 
@@ -15,11 +15,8 @@ CASCADE = 8
 
 def anomaly_line(anomaly: Anomaly) -> str:
     """One line: ``spike in train/loss at step 120: 9.5, expected 2.25 (31 sigma); first to move: grad/norm at step 119``."""
-    first = anomaly.first_mover
-    moved = ""
-    if first is not None and (first[0] != anomaly.series or first[1] not in (anomaly.step, anomaly.onset)):
-        moved = f"; first to move: {first[0]} at step {first[1]}"
-    return f"{anomaly}{moved}"
+    before = moved_before(anomaly)
+    return f"{anomaly}; first to move: {before}" if before else str(anomaly)
 
 
 def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:

@@ -104,4 +104,5 @@ def _numbers(found: Diff) -> str:
     a, b = f"{s.a:.6g}", f"{s.b:.6g}"
     if a == b:  # they differ behind the sixth digit
         a, b = repr(s.a), repr(s.b)
-    return f"they part at step {s.step}{where} ({s.stage}): {s.series} is {a} and {b}{more}"
+    stage = "" if s.stage == "loss" and "loss" not in s.series else f" ({s.stage})"  # the learning rate is no loss
+    return f"they part at step {s.step}{where}{stage}: {s.series} is {a} and {b}{more}"

@@ -77,9 +77,10 @@ def _print(found: Scan, plot: Path | None) -> None:
     out = console()
     out.print(f"[bold]{plain(found.source)}[/]: {len(found.steps):,} steps, {found.steps[0]} to {found.steps[-1]}")
     curves = Table(box=None, pad_edge=False, show_header=False)
-    curves.add_row(plain(found.columns["train/loss"]), sparkline(found.loss, 60))
-    if found.grad_norm is not None:
-        curves.add_row(plain(found.columns["grad/norm"]), sparkline(found.grad_norm, 60))
+    bars = {"train/loss": found.loss, "grad/norm": found.grad_norm}
+    for ours, theirs in found.columns.items():
+        named = theirs if ours == theirs else f"{theirs} (as {ours})"
+        curves.add_row(plain(named), sparkline(bars[ours], 60) if ours in bars else "")
     out.print(curves)
     if not found.anomalies:
         out.print("no anomalies")

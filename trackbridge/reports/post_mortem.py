@@ -34,6 +34,7 @@ SECTIONS = (
     "Lesson",
 )
 BLANK = "**[to be filled in]**"
+NO_BATCHES = "none: there are no batches to feed a replay with."
 EMA_STEPS = 50
 _EXTRA = 50  # steps past the window over which a change must hold
 
@@ -246,12 +247,11 @@ def _evidence(known: Known) -> list[str]:
         lines.append(f"- {first.name} rather than {second.name}: {'; '.join(apart)}.")
     for hypothesis in shown:
         if hypothesis.intervention:
-            lines.append(
-                f"- To test {hypothesis.name}: {answers.how_to_test(hypothesis.intervention)}. Result: {_result(hypothesis)}"
-            )
+            test = answers.how_to_test(hypothesis.intervention)
+            lines.append(f"- To test {hypothesis.name}: {test}. Result: {_result(known, hypothesis)}")
     tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
     report = known.capsule.replay if known.capsule is not None else None
-    verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK
+    verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK if _can_run(known) else NO_BATCHES
     if known.capsule is not None:
         lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
     else:
@@ -262,10 +262,16 @@ def _evidence(known: Known) -> list[str]:
     return lines
 
 
-def _result(hypothesis: Hypothesis) -> str:
-    """What a replay has said of it so far; a blank before."""
+def _can_run(known: Known) -> bool:
+    """Whether a replay has batches to feed, here or on the machine that recorded them."""
+    capsule = known.capsule
+    return capsule is not None and (capsule.local or capsule).tier != "explain"
+
+
+def _result(known: Known, hypothesis: Hypothesis) -> str:
+    """What a replay has said of it so far; a blank before, where one can be run."""
     said = [t.removeprefix(MARK) for t in (*hypothesis.evidence_for, *hypothesis.evidence_against) if t.startswith(MARK)]
-    return f"{'; '.join(said)}." if said else BLANK
+    return f"{'; '.join(said)}." if said else BLANK if _can_run(known) else NO_BATCHES
 
 
 def _tries(known: Known) -> tuple[Try, ...]:
@@ -298,7 +304,7 @@ def _remediation(known: Known) -> list[str]:
         ]
     lines = [f"{BLANK} The smallest change that would do."]
     first = next(iter(known.anomaly.hypotheses), None)
-    if first is not None and first.intervention:
+    if first is not None and first.intervention and _can_run(known):
         lines.append(f"To try first, for {first.name}: {answers.how_to_test(first.intervention)}.")
     return lines
 

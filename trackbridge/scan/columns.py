@@ -26,7 +26,7 @@ class Choice:
 def choose(columns: Sequence[str], given: Choice) -> dict[str, str]:
     """Our series -> the source's column. Loss always, gradient norm and learning rate where there is one. Raises `UsageError`
     when there is no loss, or more than one that could be meant."""
-    loss = _given("--loss", given.loss, columns) or _best(columns, _loss)
+    loss = _given("--loss", given.loss, columns) or _plain_loss(columns)
     if loss is None:
         raise UsageError(f"no column looks like a training loss; name it with --loss, one of: {_listed(columns)}")
     found = {"train/loss": loss}
@@ -50,6 +50,17 @@ def _given(option: str, name: str | None, columns: Sequence[str]) -> str | None:
     if name is not None and name not in columns:
         raise UsageError(f"{option} {name!r}: there is no such column{nearest(name, columns)}; there are: {_listed(columns)}")
     return name
+
+
+def _plain_loss(columns: Sequence[str]) -> str | None:
+    """The one column that looks most like the loss; None where none does. Raises `UsageError` for several that do alike, but
+    for one of several runs (``RUN:loss``): which run is meant is the source's to ask."""
+    worth = {column: _loss(_words(column)) for column in columns}
+    most = max(worth.values(), default=0.0)
+    alike = [column for column in worth if worth[column] == most]
+    if most > 0 and len({column.rpartition(":")[2] for column in alike}) > 1:
+        raise UsageError(f"several columns may be the training loss; name one with --loss: {_listed(alike)}")
+    return alike[0] if most > 0 else None
 
 
 def _best(columns: Sequence[str], worth: Callable[[list[str]], float]) -> str | None:
