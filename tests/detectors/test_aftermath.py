@@ -171,3 +171,20 @@ def test_a_training_whose_learning_rate_jumps_has_one_event_and_what_it_cannot_h
     first, *more = trackbridge.load(tmp_path / "jump").anomalies
     assert (first.onset, first.series, first.first_mover) == (150, "train/loss", ("train/lr", 150))
     assert first.hypotheses[0].name == "lr-discontinuity" and len(more) <= 1, more
+
+
+@pytest.mark.parametrize("cut", range(AT + 5, AT + 45, 4))
+def test_an_event_that_several_hold_is_one_after_a_restore(cut: int) -> None:
+    """Its first excursion is over, two faults own it, and it is the latest: what one of them adds, the others have."""
+    scale = 2.0 ** np.maximum(16 - np.maximum(np.arange(500) - AT - 5, 0) // 4, 0)
+    lr = jumped()
+    lr[AT + 10 :] *= 30
+    loss = raised((AT + 1, 3, 1.0), (AT + 12, 2, 1.1), (AT + 30, 1, 1.2))
+    data = rows({"train/loss": loss, "train/lr": lr, "train/loss_scale": scale})
+    watch = Watch()
+    whole = [a for row in data for a in watch.update(row)]
+    first, second = Watch(), Watch()
+    found = [a for row in data[:cut] for a in first.update(row)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += [a for row in data[cut:] for a in second.update(row)]
+    assert found == whole

@@ -137,3 +137,10 @@ class Episode:
         kept = (state["quiet"], state["quiet_since"], state["told"])
         fault = {key: state[key] for key in ("count", "least", "stayed", "since") if key in state}  # a state may be older
         return cls(Anomaly(**a), members, *kept, **fault)
+
+    @classmethod
+    def known(cls, state: dict[str, Any], episodes: dict[str, Episode]) -> Episode:
+        """`restore`, but one of `episodes`, by the id of their anomaly, where it is among them; else it joins them. Several
+        hold an episode, and what one of them does to it the others must see."""
+        episode = cls.restore(state)
+        return episodes.setdefault(episode.anomaly.id, episode)

@@ -518,16 +518,16 @@ class Watch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.detector.load_state_dict(state["detector"])
-        self._open = {key: Episode.restore(value) for key, value in state["open"].items()}
+        episodes: dict[str, Episode] = {}  # one event is one object, whoever holds it
+        self._open = {key: Episode.known(value, episodes) for key, value in state["open"].items()}
         self._periods.load_state_dict(state["periods"])
         self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._rested = state.get("rested", -1)
         self._witness.load_state_dict(state.get("waiting", {}))
-        opened = {episode.anomaly.id: episode for episode in self._open.values()}
-        self._aftermath.load_state_dict(state.get("aftermath", {}), opened)
+        self._aftermath.load_state_dict(state.get("aftermath", {}), episodes)
         latest = state.get("latest")
-        self._latest = Episode.restore(latest) if latest else None
+        self._latest = Episode.known(latest, episodes) if latest else None
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version
             if name in self._monitors:
                 self._monitors[name].load_state_dict(kept)
