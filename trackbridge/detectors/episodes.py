@@ -11,6 +11,7 @@ from trackbridge.detectors.base import Verdict
 from trackbridge.records import Anomaly
 
 CASCADE = 64  # entries an anomaly carries at most
+_EFFECTS = 16  # series whose drift, or leaving its band, has a note of its own
 
 
 def severity(kind: str, score: float) -> float:
@@ -106,10 +107,20 @@ class Episode:
         """What of a fault's effects is told in a note alone. Whether that is news."""
         what = "drifts" if v.kind == "drift" else "is out of its band"
         title = f"effect in {series}"
-        if any(note.startswith(f"{title}: ") for note in self.anomaly.notes):
+        effects = [note for note in self.anomaly.notes if note.startswith("effect in ")]
+        if len(effects) >= _EFFECTS or any(note.startswith(f"{title}: ") for note in effects):
             return False
         self._note(title, f"{what} from step {v.onset}, {v.value:.6g} where {v.expected:.6g} was expected")
         return True
+
+    def seen(self, note: str) -> None:
+        """A monitor sees this event too. Of what it sees again and again, for an event may last as long as the run, the first
+        and the latest are told."""
+        fault, _, words = note.partition(": ")
+        if any(known.startswith(f"{fault}: ") for known in self.anomaly.notes):
+            self._note(f"{fault} again", words)
+        else:
+            self._note(fault, words)
 
     def _note(self, title: str, words: str) -> None:
         """The one note that begins with `title`."""

@@ -200,13 +200,15 @@ class Watch:
                 onset = sign.onset if sign.earliest is None else sign.earliest
                 self._aftermath.begin(name, effect, min(onset, effect.anomaly.onset), effect.anomaly.score)
             effect.join([(sign.series, sign.onset, 0)])
-            return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
+            effect.seen(sign.note)
+            return [effect.refreshed()]
         owner = None if fault or not monitor.CAUSAL else self._aftermath.of(row.step if sign.kind == "drift" else sign.onset)
         if owner is not None:
             return [self._seen_too(name, sign, owner, row.step)]
         alike = self._alike(name, sign)
         if alike is not None:
-            return [alike.refreshed(notes=(*alike.anomaly.notes, sign.note))]
+            alike.seen(sign.note)
+            return [alike.refreshed()]
         self._open.pop(name, None)  # the same again: an event of its own
         anomaly = Anomaly(
             id=self._name_it(row, sign.kind), kind=sign.kind, step=row.step, onset=sign.onset, severity=sign.severity,
@@ -231,7 +233,8 @@ class Watch:
             self._move(episode, name)
         self._aftermath.moved(episode, step)
         episode.join([(sign.series, sign.onset, 0)])
-        return episode.refreshed(notes=(*episode.anomaly.notes, sign.note))
+        episode.seen(sign.note)
+        return episode.refreshed()
 
     def _move(self, episode: Episode, key: str) -> None:
         """`episode` goes on as the open one of the sort `key`."""

@@ -117,6 +117,6 @@ class Foreign(Monitor):
     def _leave_out(self) -> None:
         """After an exception of the detector, under way."""
         if "PYTEST_CURRENT_TEST" in os.environ:
-            raise  # noqa: PLE0704 - the one under way
+            raise
         self.detector = None
         logger.exception("trackbridge: the detector %s failed and is left out", self.name)
