@@ -64,7 +64,9 @@ class Episode:
         return tuple((name, place[0]) for name, place in ordered[:CASCADE])
 
     def refreshed(self, **changes: Any) -> Anomaly:
-        """The anomaly as it is now known."""
+        """The anomaly as it is now known. One that a run went back behind has not ended by itself."""
+        if (over := changes.get("recovered_after")) is not None and over < 0:
+            changes["recovered_after"] = None
         cascade = self.cascade()
         self.told = len(self.members)
         self.anomaly = self.anomaly.updated(cascade=cascade, first_mover=cascade[0] if cascade else None, **changes)
