@@ -143,7 +143,8 @@ class Watch:
             return
         whole, clipped = (float(row.values[i]) for i in plan.clipping)
         if 0 < clipped < whole < math.inf:
-            self._values[plan.layers] *= whole / clipped
+            with np.errstate(over="ignore"):
+                self._values[plan.layers] *= whole / clipped
 
     # -- non-finite ------------------------------------------------------------------------------------------------
 
