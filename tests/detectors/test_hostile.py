@@ -1,4 +1,4 @@
-"""Rows that no training means: series that come and go, steps that jump and go back, rates and losses at the ends of a float."""
+"""Rows that no training means: series come and go, steps jump and go back, rates and losses reach the ends of a float."""
 
 from __future__ import annotations
 
