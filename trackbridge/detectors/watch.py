@@ -143,7 +143,8 @@ class Watch:
             return
         whole, clipped = (float(row.values[i]) for i in plan.clipping)
         if 0 < clipped < whole < math.inf:
-            self._values[plan.layers] *= whole / clipped
+            with np.errstate(over="ignore"):
+                self._values[plan.layers] *= whole / clipped
 
     # -- non-finite ------------------------------------------------------------------------------------------------
 
@@ -200,13 +201,15 @@ class Watch:
                 onset = sign.onset if sign.earliest is None else sign.earliest
                 self._aftermath.begin(name, effect, min(onset, effect.anomaly.onset), effect.anomaly.score)
             effect.join([(sign.series, sign.onset, 0)])
-            return [effect.refreshed(notes=(*effect.anomaly.notes, sign.note))]
+            effect.seen(sign.note)
+            return [effect.refreshed()]
         owner = None if fault or not monitor.CAUSAL else self._aftermath.of(row.step if sign.kind == "drift" else sign.onset)
         if owner is not None:
             return [self._seen_too(name, sign, owner, row.step)]
         alike = self._alike(name, sign)
         if alike is not None:
-            return [alike.refreshed(notes=(*alike.anomaly.notes, sign.note))]
+            alike.seen(sign.note)
+            return [alike.refreshed()]
         self._open.pop(name, None)  # the same again: an event of its own
         anomaly = Anomaly(
             id=self._name_it(row, sign.kind), kind=sign.kind, step=row.step, onset=sign.onset, severity=sign.severity,
@@ -231,7 +234,8 @@ class Watch:
             self._move(episode, name)
         self._aftermath.moved(episode, step)
         episode.join([(sign.series, sign.onset, 0)])
-        return episode.refreshed(notes=(*episode.anomaly.notes, sign.note))
+        episode.seen(sign.note)
+        return episode.refreshed()
 
     def _move(self, episode: Episode, key: str) -> None:
         """`episode` goes on as the open one of the sort `key`."""
@@ -518,16 +522,16 @@ class Watch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.detector.load_state_dict(state["detector"])
-        self._open = {key: Episode.restore(value) for key, value in state["open"].items()}
+        episodes: dict[str, Episode] = {}  # one event is one object, whoever holds it
+        self._open = {key: Episode.known(value, episodes) for key, value in state["open"].items()}
         self._periods.load_state_dict(state["periods"])
         self._groups = {id: Episode.restore(value).anomaly for id, value in state["groups"].items()}
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._rested = state.get("rested", -1)
         self._witness.load_state_dict(state.get("waiting", {}))
-        opened = {episode.anomaly.id: episode for episode in self._open.values()}
-        self._aftermath.load_state_dict(state.get("aftermath", {}), opened)
+        self._aftermath.load_state_dict(state.get("aftermath", {}), episodes)
         latest = state.get("latest")
-        self._latest = Episode.restore(latest) if latest else None
+        self._latest = Episode.known(latest, episodes) if latest else None
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version
             if name in self._monitors:
                 self._monitors[name].load_state_dict(kept)
