@@ -211,3 +211,23 @@ def test_the_plot_needs_nothing_and_keeps_every_spike(tmp_path: Path) -> None:
     assert len(text) < 100_000 and text.count('class="span"') == len(found.anomalies) >= 2
     kept = thinned(found.steps, found.loss)
     assert len(kept) <= 2000 and (43_210.0, float(loss[43_210])) in kept
+
+
+@pytest.mark.parametrize("far", [1e308, -1e308, 1e300])
+def test_a_value_beside_which_all_others_are_nothing_is_shown(tmp_path: Path, far: float) -> None:
+    """No slope through what is so close together, beside it, is a number."""
+    loss = spiked()
+    loss[300] = far
+    path = table(tmp_path / "run.csv", "step,loss", [f"{i},{value}" for i, value in enumerate(loss)])
+    done = CliRunner().invoke(app, ["scan", str(path), "--plot", str(tmp_path / "out.html")])
+    assert done.exit_code == 0, done.exception
+    assert "600 steps" in done.output
+
+
+def test_a_name_that_commands_the_terminal_is_shown_instead(tmp_path: Path) -> None:
+    name = "\x1b]0;mine\x07\u202eloss\x9b2J"
+    path = table(tmp_path / "run.csv", f"step,{name}", [f"{i},{value}" for i, value in enumerate(spiked())])
+    done = CliRunner().invoke(app, ["scan", str(path)])
+    assert done.exit_code == 0 and r"\x1b]0;mine\x07\u202eloss\x9b2J" in done.output
+    wrong = CliRunner().invoke(app, ["scan", str(path), "--loss", "\x1b[2J"])
+    assert wrong.exit_code == 2 and not {"\x1b", "\x07", "\x9b", "\u202e"} & set(done.output + wrong.output)

@@ -23,7 +23,7 @@ _FORM = re.compile(
     r"(?P<series>[^\s<>=!]+)\s*(?P<operator><=|>=|==|!=|<|>)\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
     r"\s*(?P<unit>%|[kKMGT]?i?B|ms|s)?(?:\s+for\s+(?P<steps>\d+)\s+steps?)?"
 )
-_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -76,9 +76,9 @@ class Rule(BaseModel):
             return float(number * (1024 if prefix.endswith("i") else 1000) ** _POWERS[prefix.rstrip("i")])
         return number / 1000 if unit == "ms" else number
 
-    def broken(self, value: float, limit: float) -> bool:
-        """Whether the condition holds for `value`; never for NaN, which is an event of its own."""
-        return value == value and _OPERATORS[self._parts()["operator"]](value, limit)
+    def broken(self, values: Any, limits: Any) -> Any:
+        """Whether the condition holds for each of `values`; never for NaN, which is an event of its own."""
+        return (values == values) & _OPERATORS[self._parts()["operator"]](values, limits)
 
     def _parts(self) -> dict[str, Any]:
         match = _FORM.fullmatch(self.rule.strip())

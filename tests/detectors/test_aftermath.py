@@ -12,8 +12,11 @@ import torch
 import trackbridge
 from tests.detectors.kit import loss_curve, rows, watch_all
 from tests.detectors.test_level import heavy
+from trackbridge.config import DetectionConfig
 from trackbridge.detectors import Watch, detect
 from trackbridge.detectors.aftermath import CAUSE
+from trackbridge.detectors.base import Verdict
+from trackbridge.detectors.episodes import Episode
 from trackbridge.records import Anomaly
 
 AT = 200
@@ -171,3 +174,50 @@ def test_a_training_whose_learning_rate_jumps_has_one_event_and_what_it_cannot_h
     first, *more = trackbridge.load(tmp_path / "jump").anomalies
     assert (first.onset, first.series, first.first_mover) == (150, "train/loss", ("train/lr", 150))
     assert first.hypotheses[0].name == "lr-discontinuity" and len(more) <= 1, more
+
+
+@pytest.mark.parametrize("cut", range(AT + 5, AT + 45, 4))
+def test_an_event_that_several_hold_is_one_after_a_restore(cut: int) -> None:
+    """Its first excursion is over, two faults own it, and it is the latest: what one of them adds, the others have."""
+    scale = 2.0 ** np.maximum(16 - np.maximum(np.arange(500) - AT - 5, 0) // 4, 0)
+    lr = jumped()
+    lr[AT + 10 :] *= 30
+    loss = raised((AT + 1, 3, 1.0), (AT + 12, 2, 1.1), (AT + 30, 1, 1.2))
+    data = rows({"train/loss": loss, "train/lr": lr, "train/loss_scale": scale})
+    watch = Watch()
+    whole = [a for row in data for a in watch.update(row)]
+    first, second = Watch(), Watch()
+    found = [a for row in data[:cut] for a in first.update(row)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += [a for row in data[cut:] for a in second.update(row)]
+    assert found == whole
+
+
+def test_an_event_that_lasts_as_long_as_the_run_has_no_more_notes_for_it() -> None:
+    """Excursions and a further detector's verdicts for ever: each has its first note and its latest."""
+    steps = 900
+    loss = loss_curve(steps) + (np.arange(steps) > AT) * (np.arange(steps) % 37 == 0)
+    watch = Watch(DetectionConfig(detectors=("z-100",)))
+    data = rows({"train/loss": loss, "train/lr": jumped(steps)})
+    told = [(row.step, a) for row in data for a in watch.update(row) if a.onset == AT]
+    assert told[-1][0] > steps - 50
+    first, latest = (note for note in told[-1][1].notes if note.startswith("z-100"))
+    assert first.startswith("z-100: train/loss is ") and latest.startswith("z-100 again: train/loss is ")
+    assert max(len(event.notes) for _, event in told) <= 6
+
+
+def test_levels_that_follow_each_other_have_two_notes() -> None:
+    episode = Episode(Anomaly("0-1-shift", "shift", 1, 1, 0.5, "train/lr", 1.0, 0.1, 10.0, notes=("lr-discontinuity: rose",)))
+    for height in range(3, 9):
+        episode.seen(f"level: train/loss went from 2 to {height}, 6 values in a row")
+    assert episode.anomaly.notes == (
+        "lr-discontinuity: rose",
+        "level: train/loss went from 2 to 3, 6 values in a row",
+        "level again: train/loss went from 2 to 8, 6 values in a row",
+    )
+
+
+def test_of_many_layers_some_have_a_note_and_all_are_members() -> None:
+    episode = Episode(Anomaly("0-1-shift", "shift", 1, 1, 0.5, "train/lr", 1.0, 0.1, 10.0))
+    told = [episode.leans(f"layer/{i}/grad_norm", Verdict(i, "spike", 9, 9, 2.0, 1.0, 9.0)) for i in range(2000)]
+    assert 1 <= sum(told) == len(episode.anomaly.notes) < 50

@@ -102,3 +102,17 @@ def test_resume_equals_no_resume(cut: int) -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found |= {a.id: a for a in watch_all(second, data[cut:])}
     assert [(a.id, a.onset, a.recovered_after) for a in found.values()] == [(a.id, a.onset, a.recovered_after) for a in whole]
+
+
+def test_resume_equals_no_resume_where_the_next_row_lacks_a_series() -> None:
+    """The columns are those of the state, in its order: each keeps its past, and of two as far out the same one is named."""
+    settings = DetectionConfig(detectors=("z-100",), threshold=50.0)
+    loss, norm = spiked(), spiked()[::-1].copy()
+    here = [None if i == 500 else value for i, value in enumerate(norm)]
+    data = rows({"grad/norm": here, "train/loss": loss})
+    whole = watch_all(Watch(settings), data)
+    first, second = Watch(settings), Watch(settings)
+    found = {a.id: a for row in data[:500] for a in first.update(row)}
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found |= {a.id: a for a in watch_all(second, data[500:])}
+    assert list(found.values()) == whole

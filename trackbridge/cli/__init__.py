@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from trackbridge._version import __version__
+from trackbridge.cli.common import harmless
 from trackbridge.cli.demo import demo
 from trackbridge.cli.diff import diff
 from trackbridge.cli.doctor import doctor
@@ -37,7 +38,7 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except TrackbridgeError as error:
-            typer.echo(f"trackbridge: {error}", err=True)
+            typer.echo(f"trackbridge: {harmless(str(error))}", err=True)
             raise typer.Exit(2) from None
 
 

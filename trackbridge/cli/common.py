@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import bidirectional, category
 
 import typer
 
@@ -27,6 +28,11 @@ _FAR = 2.0
 """Heights of a bar that values far from the others have to themselves, at each end."""
 
 
+_TURNS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+_LEAST = 1e-290
+"""What is closer together, beside a value of 0.25, is as good as equal: no slope through it is a number."""
+
+
 def console(*, stderr: bool = False) -> Console:
     """Tables go to stdout, progress to stderr. In a pipe lines are wide, so that nothing is cut."""
     from rich.console import Console
@@ -36,10 +42,20 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def plain(value: object) -> str:
-    """`value` as text in which rich sees no markup: names, paths and errors may have brackets."""
+    """`value` as text in which rich sees no markup and a terminal no command: names, paths and errors may have brackets, and a
+    name may come from anywhere."""
     from rich.markup import escape
 
-    return escape(str(value))
+    return escape(harmless(str(value)))
+
+
+def harmless(text: str) -> str:
+    """`text` with what a terminal obeys instead of showing it (control characters, changes of direction) written as escapes."""
+    return "".join(ascii(c)[1:-1] if c not in "\n\t" and _obeyed(c) else c for c in text)
+
+
+def _obeyed(character: str) -> bool:
+    return category(character) in ("Cc", "Cs") or bidirectional(character) in _TURNS
 
 
 def emit(value: Any) -> None:
@@ -110,7 +126,7 @@ def _axis(shown: list[float]) -> tuple[list[float], list[float]]:
     least, most = shown[0], shown[-1]
     count = len(shown) - len(shown) // 10
     low, high = min(zip(shown, shown[count - 1 :], strict=False), key=lambda ends: ends[1] - ends[0])
-    if not low < high:
+    if high - low < _LEAST:
         return [least, most], [0.0, top if least < most else 0.0]
     down, up = (min(_FAR, top * (end / (most - least))) for end in (low - least, most - high))
     return [least, low, high, most], [0.0, down, top - up, top]

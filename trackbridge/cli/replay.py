@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trackbridge import plugins
-from trackbridge.cli.common import Json, console, emit, plain
+from trackbridge.cli.common import Json, console, emit, harmless, plain
 from trackbridge.errors import TrackbridgeError, UsageError
 from trackbridge.ranks import Ranks
 from trackbridge.rebuilding import importing
@@ -67,7 +67,7 @@ def replay(
             return
         report, table, problem = _replay(capsule, build, runs, tries)
     except TrackbridgeError as error:
-        typer.echo(f"trackbridge: {error}", err=True)
+        typer.echo(f"trackbridge: {harmless(str(error))}", err=True)
         raise typer.Exit(ERROR) from None
     except SystemExit as error:  # its status is no verdict
         said = f"your code ended the process (sys.exit({error.code!r})); put a script's own run under if __name__ == '__main__'"
@@ -86,7 +86,7 @@ def replay(
         if keep or publish:
             _keep(capsule, report, table, publish=publish)
     if problem is not None:
-        typer.echo(f"trackbridge: {problem}", err=True)
+        typer.echo(f"trackbridge: {harmless(str(problem))}", err=True)
         raise typer.Exit(ERROR)
     raise typer.Exit(EXIT[report.verdict])
 

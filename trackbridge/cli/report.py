@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, plain
+from trackbridge.cli.common import Json, console, emit, find_run, harmless, plain
 from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
 from trackbridge.panels import TEMPLATES
 
@@ -51,7 +51,7 @@ def report(
         if json:
             emit({"post_mortem": text})
         else:
-            typer.echo(text, nl=False)
+            typer.echo(harmless(text), nl=False)
         return
     chosen = TEMPLATES[template]
     ref, record = _parse(reference, folder)

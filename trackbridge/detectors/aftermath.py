@@ -74,10 +74,9 @@ class Aftermath:
             for name, o in self._owners.items()
         }
 
-    def load_state_dict(self, state: dict[str, Any], opened: dict[str, Episode]) -> None:
-        """`opened`: the episodes under way, by the id of their anomaly; an owner's is the same object."""
+    def load_state_dict(self, state: dict[str, Any], episodes: dict[str, Episode]) -> None:
+        """`episodes`: as `Episode.known` takes them."""
         self._owners = {}
         for name, kept in state.items():
-            episode = Episode.restore(kept["episode"])
-            episode = opened.get(episode.anomaly.id, episode)
+            episode = Episode.known(kept["episode"], episodes)
             self._owners[name] = Owner(episode, kept["onset"], kept["until"], kept["lasts"], kept["worst"])

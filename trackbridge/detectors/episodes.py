@@ -11,6 +11,7 @@ from trackbridge.detectors.base import Verdict
 from trackbridge.records import Anomaly
 
 CASCADE = 64  # entries an anomaly carries at most
+_EFFECTS = 16  # series whose drift, or leaving its band, has a note of its own
 
 
 def severity(kind: str, score: float) -> float:
@@ -63,7 +64,9 @@ class Episode:
         return tuple((name, place[0]) for name, place in ordered[:CASCADE])
 
     def refreshed(self, **changes: Any) -> Anomaly:
-        """The anomaly as it is now known."""
+        """The anomaly as it is now known. One that a run went back behind has not ended by itself."""
+        if (over := changes.get("recovered_after")) is not None and over < 0:
+            changes["recovered_after"] = None
         cascade = self.cascade()
         self.told = len(self.members)
         self.anomaly = self.anomaly.updated(cascade=cascade, first_mover=cascade[0] if cascade else None, **changes)
@@ -106,10 +109,20 @@ class Episode:
         """What of a fault's effects is told in a note alone. Whether that is news."""
         what = "drifts" if v.kind == "drift" else "is out of its band"
         title = f"effect in {series}"
-        if any(note.startswith(f"{title}: ") for note in self.anomaly.notes):
+        effects = [note for note in self.anomaly.notes if note.startswith("effect in ")]
+        if len(effects) >= _EFFECTS or any(note.startswith(f"{title}: ") for note in effects):
             return False
         self._note(title, f"{what} from step {v.onset}, {v.value:.6g} where {v.expected:.6g} was expected")
         return True
+
+    def seen(self, note: str) -> None:
+        """A monitor sees this event too. Of what it sees again and again, for an event may last as long as the run, the first
+        and the latest are told."""
+        fault, _, words = note.partition(": ")
+        if any(known.startswith(f"{fault}: ") for known in self.anomaly.notes):
+            self._note(f"{fault} again", words)
+        else:
+            self._note(fault, words)
 
     def _note(self, title: str, words: str) -> None:
         """The one note that begins with `title`."""
@@ -137,3 +150,10 @@ class Episode:
         kept = (state["quiet"], state["quiet_since"], state["told"])
         fault = {key: state[key] for key in ("count", "least", "stayed", "since") if key in state}  # a state may be older
         return cls(Anomaly(**a), members, *kept, **fault)
+
+    @classmethod
+    def known(cls, state: dict[str, Any], episodes: dict[str, Episode]) -> Episode:
+        """`restore`, but one of `episodes`, by the id of their anomaly, where it is among them; else it joins them. Several
+        hold an episode, and what one of them does to it the others must see."""
+        episode = cls.restore(state)
+        return episodes.setdefault(episode.anomaly.id, episode)

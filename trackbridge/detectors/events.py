@@ -93,8 +93,9 @@ class Events:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.open = {sort: Episode.restore(kept) for sort, kept in state["open"].items()}
+        episodes: dict[str, Episode] = {}  # one event is one object, whoever holds it
+        self.open = {sort: Episode.known(kept, episodes) for sort, kept in state["open"].items()}
         self.resumed = state["resumed"]
-        self.aftermath.load_state_dict(state.get("aftermath", {}), {e.anomaly.id: e for e in self.open.values()})
+        self.aftermath.load_state_dict(state.get("aftermath", {}), episodes)
         latest = state.get("latest")
-        self.latest = Episode.restore(latest) if latest else None
+        self.latest = Episode.known(latest, episodes) if latest else None

@@ -73,7 +73,8 @@ class Faults:
         if owner is not None:
             return [self._seen_too(name, sign, owner, row.step)]
         if (alike := self._alike(name, sign)) is not None:
-            return [alike.refreshed(notes=(*alike.anomaly.notes, sign.note))]
+            alike.seen(sign.note)
+            return [alike.refreshed()]
         episode = self._events.begin(name, row, sign.kind, sign.series, sign, sign.severity, sign.note, terms=sign.terms)
         episode.join([(sign.series, sign.onset, 0)])
         if fault:
@@ -113,4 +114,5 @@ class Faults:
 def _explained(episode: Episode, sign: Sign) -> Anomaly:
     """`episode` with what a monitor says of it."""
     episode.join([(sign.series, sign.onset, 0)])
-    return episode.refreshed(notes=(*episode.anomaly.notes, sign.note))
+    episode.seen(sign.note)
+    return episode.refreshed()

@@ -85,10 +85,7 @@ class Foreign(Monitor):
             values[positions], present[positions] = look.row.values[columns], True
             return list(self.detector.update(look.step, values, present))
         except Exception:
-            if "PYTEST_CURRENT_TEST" in os.environ:
-                raise
-            self.detector = None
-            logger.exception("trackbridge: the detector %s failed and is left out", self.name)
+            self._leave_out()
             return []
 
     def _places(self, names: tuple[str, ...]) -> IntArray:
@@ -102,9 +99,24 @@ class Foreign(Monitor):
 
     def state_dict(self) -> dict[str, Any]:
         own = None if self.detector is None else self.detector.state_dict()
-        return {**super().state_dict(), "detector": own}
+        return {**super().state_dict(), "series": list(self._series), "detector": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The columns are bound first, all of them and in their order: the next row may lack some."""
         super().load_state_dict(state)
-        if self.detector is not None and state.get("detector") is not None:
+        if self.detector is None or state.get("detector") is None:
+            return
+        try:
+            self._positions.clear()
+            self._series = tuple(state.get("series", ()))  # a state of an older version has none
+            self.detector.bind(self._series)
             self.detector.load_state_dict(state["detector"])
+        except Exception:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        """After an exception of the detector, under way."""
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            raise
+        self.detector = None
+        logger.exception("trackbridge: the detector %s failed and is left out", self.name)
