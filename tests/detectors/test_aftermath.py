@@ -221,3 +221,15 @@ def test_of_many_layers_some_have_a_note_and_all_are_members() -> None:
     episode = Episode(Anomaly("0-1-shift", "shift", 1, 1, 0.5, "train/lr", 1.0, 0.1, 10.0))
     told = [episode.leans(f"layer/{i}/grad_norm", Verdict(i, "spike", 9, 9, 2.0, 1.0, 9.0)) for i in range(2000)]
     assert 1 <= sum(told) == len(episode.anomaly.notes) < 50
+
+
+def test_a_state_of_a_newer_version_is_taken_for_what_is_known_of_it() -> None:
+    data = rows({"train/loss": raised((201, 5, 1.0), (225, 1, 1.2)), "train/lr": jumped()})
+    watch, later = Watch(), Watch()
+    for row in data[:203]:
+        watch.update(row)
+    state = json.loads(json.dumps(watch.state_dict()))
+    for kept in (*state["open"].values(), state["aftermath"]["learning_rate"]["episode"]):
+        kept["anomaly"]["since_then"] = kept["of_late"] = 7
+    later.load_state_dict(state)
+    assert [a for row in data[203:] for a in watch.update(row)] == [a for row in data[203:] for a in later.update(row)]

@@ -324,3 +324,14 @@ def test_state_does_not_grow() -> None:
             watch.update(row, context)
         sizes.append(len(json.dumps(watch.state_dict())))
     assert sizes[-1] < sizes[0] + 400
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_at_the_end_of_the_range_are_no_warning() -> None:
+    """Of a norm that clipping cut by more than a float can say, and of a second moment that was next to nothing."""
+    huge = np.where(np.arange(60) % 7 == 6, 1e300, 1.0)
+    second = np.where(np.arange(60) % 7 == 6, 1e300, 5e-324)
+    watch_all(Watch(), rows({
+        "train/loss": np.full(60, 2.0), "grad/norm": huge, "grad/norm_clipped": np.full(60, 1e-8), "layer/a/grad_norm": huge,
+        "optim/exp_avg_sq_norm": second, "layer/a/exp_avg_sq_norm": second,
+    }))  # fmt: skip

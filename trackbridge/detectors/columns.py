@@ -60,4 +60,5 @@ class Columns:
             return
         whole, clipped = (float(row.values[i]) for i in plan.clipping)
         if 0 < clipped < whole < math.inf:
-            self.values[plan.layers] *= whole / clipped
+            with np.errstate(over="ignore"):
+                self.values[plan.layers] *= whole / clipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trackbridge.detectors.base import Verdict
@@ -140,7 +140,8 @@ class Episode:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Episode:
-        a = dict(state["anomaly"])
+        known = {f.name for f in fields(Anomaly)}  # a state may be newer, too
+        a = {key: value for key, value in state["anomaly"].items() if key in known}
         for key in ("value", "expected", "score"):
             a[key] = float(a[key])
         a["cascade"] = tuple((name, step) for name, step in a["cascade"])

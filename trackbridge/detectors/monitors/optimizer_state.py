@@ -55,7 +55,8 @@ class OptimizerState(Monitor):
         known = (before > 0) & np.isfinite(now)
         if not known.any():
             return None
-        ratio = np.where(known, now / np.where(known, before, 1.0), 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio = np.where(known, now / np.where(known, before, 1.0), 1.0)
         limit = self.config.fall ** max(gap / _SPAN, 1.0)
         fell = known & (ratio < limit)
         if not fell.any():
