@@ -7,6 +7,7 @@ optimizer step (by default the count of `run.step` calls, from 0).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -111,7 +112,7 @@ class Anomaly:
         """What the value is held against, in words: "expected 2.25 (31 sigma)"; where noise is no measure, `terms`."""
         if self.terms:
             return self.terms
-        far = "" if self.score in (float("inf"), float("-inf")) or self.score != self.score else f" ({self.score:.3g} sigma)"
+        far = f" ({self.score:.3g} sigma)" if math.isfinite(self.score) else ""
         return f"expected {self.expected:.6g}{far}"
 
 

@@ -44,6 +44,7 @@ def show(
 
 
 def _findings(record: RunRecord, json: bool) -> None:
+    from trackbridge.answers import plural
     from trackbridge.findings import findings
 
     found = findings(record)
@@ -51,7 +52,7 @@ def _findings(record: RunRecord, json: bool) -> None:
         emit({"run": record.info.run_id, "findings": [asdict(finding) for finding in found]})
         return
     out = console()
-    out.print(f"[bold]{plain(record.info.name)}[/]: {len(found)} finding{'' if len(found) == 1 else 's'}")
+    out.print(f"[bold]{plain(record.info.name)}[/]: {plural(len(found), 'finding')}")
     about = max((len(finding.about) for finding in found), default=0)
     for finding in found:
         color = "red" if finding.severity >= 0.7 else "yellow" if finding.severity >= 0.35 else "dim"

@@ -166,7 +166,8 @@ class BandDetector(SeriesState):
         self.drift = Lean(0.15, 0.015, 0.005, 100, cfg.drift_threshold)
         self.slow_drift = Lean(0.02, 0.002, 0.005, 1000, cfg.slow_drift_threshold)
         self.units = Units((), cfg)
-        self.heads: IntArray = np.zeros(0, np.int64)
+        self.heads: IntArray = np.zeros(0, np.int64)  # the run-level series: losses and global gradient norms
+        self.is_head: BoolArray = np.zeros(0, bool)
         self._is_loss: BoolArray = np.zeros(0, bool)
         self._loss = -1  # the first loss
         self._unborn = True  # some series may have no value yet
@@ -178,6 +179,7 @@ class BandDetector(SeriesState):
         self.units = Units(self.series, self.settings)
         heads = [i for i, name in enumerate(self.series) if is_loss(name) or is_global_gradient(name)]
         self.heads = np.array(heads, np.int64)
+        self.is_head = np.isin(np.arange(len(self.series)), self.heads)
         self._loss = next((i for i in heads if is_loss(self.series[i])), -1)
         self._is_loss = np.array([is_loss(name) for name in self.series], bool).reshape(len(self.series))
         self.drift.bind(self.series)

@@ -1,6 +1,6 @@
 """What a detector is: values of many series at one step in, verdicts out.
 
-Detector laws (property tests in tests/test_detectors.py): a non-finite value is always a verdict and never enters the
+Detector laws (property tests in tests/detectors/test_laws.py): a non-finite value is always a verdict and never enters the
 state; flagged values do not teach the baseline, but a lasting new level is accepted after a few; permuting the series
 permutes the verdicts; a detector restored from its state continues as if never stopped. No randomness, no clock.
 """

@@ -1,16 +1,12 @@
-"""NaN and Inf as events: in any series of the row, or counted by the probes inside gradients and activations."""
+"""NaN and Inf: in any series of the row, or counted by the probes inside gradients and activations."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
 
 import numpy as np
 
 from trackbridge.detectors.base import BoolArray, IntArray
-from trackbridge.detectors.episodes import Episode
 from trackbridge.detectors.units import is_global_gradient, is_loss
-from trackbridge.records import Anomaly, Row, Schema
+from trackbridge.records import Row, Schema
 
 _COUNTERS = ("/grad_nonfinite", "/weight_nonfinite", "/nonfinite")
 _TOTALS = ("grad/nonfinite", "param/nonfinite")
@@ -55,18 +51,13 @@ def located(row: Row, bad: BoolArray) -> tuple[BoolArray, tuple[str, ...]]:
     return bad & ~silent, (UNLOCATED,)
 
 
-def begin(name: str, row: Row, bad: BoolArray, expected: Callable[[str], float], notes: tuple[str, ...]) -> Episode:
-    """The event `name` that starts with this row. It is told by the loss if that is affected, else the gradient norm, else the
-    first series affected in the order of the row."""
+def head(row: Row, bad: BoolArray) -> int:
+    """The place of the series that tells the event: the loss if that is affected, else the gradient norm, else the first in the
+    order of the row."""
     names = row.schema.names
 
     def rank(i: int) -> tuple[int, int]:
         return (0 if is_loss(names[i]) else 1 if is_global_gradient(names[i]) else 2, i)
 
-    head = min(np.flatnonzero(bad).tolist(), key=rank)
-    anomaly = Anomaly(
-        id=name, kind="nonfinite", step=row.step, onset=row.step, severity=1.0,
-        series=names[head], value=float(row.values[head]), expected=expected(names[head]), score=math.inf,
-        attempt=row.attempt, time=row.time, notes=notes,
-    )  # fmt: skip
-    return Episode(anomaly)
+    place: int = min(np.flatnonzero(bad).tolist(), key=rank)
+    return place

@@ -12,6 +12,7 @@ from trackbridge.detectors.base import IntArray
 from trackbridge.records import Row, StepContext
 
 _SCHEMAS = 64  # remembered at most
+SCHEDULED = ("lr_restart", "epoch")  # changes of regime after which a step is as much work as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Monitor:
         return None
 
     def changed(self, event: str) -> None:
-        """A change of regime that the run knows of begins now."""
+        """A change of regime that the run knows of begins now; `event` as in `Watch.note`."""
 
     def waiting(self, seconds: float, step: int) -> Sign | None:
         """No step has come for `seconds`; `step` is the one that is awaited."""

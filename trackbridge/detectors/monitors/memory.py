@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from trackbridge.config import MemoryConfig
-from trackbridge.detectors.monitors.base import Look, Monitor, Sign
+from trackbridge.detectors.monitors.base import SCHEDULED, Look, Monitor, Sign
 
 _SERIES = ("mem/allocated_bytes", "mem/reserved_bytes", "host/rss_bytes")
 _STRETCH = 64
@@ -41,8 +41,9 @@ class Memory(Monitor):
         self.ended = -1
 
     def changed(self, event: str) -> None:
-        self.marks = {name: [] for name in _SERIES}
-        self.first = self.stretch = -1
+        if event not in SCHEDULED:
+            self.marks = {name: [] for name in _SERIES}
+            self.first = self.stretch = -1
 
     def update(self, look: Look) -> Sign | None:
         values = {name: value for name in _SERIES if name in look.places and (value := look.finite(name)) is not None}

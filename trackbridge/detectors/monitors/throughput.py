@@ -12,7 +12,7 @@ from statistics import median
 from typing import ClassVar
 
 from trackbridge.config import ThroughputConfig
-from trackbridge.detectors.monitors.base import Look, Monitor, Sign
+from trackbridge.detectors.monitors.base import SCHEDULED, Look, Monitor, Sign
 
 _RATES = ("perf/tokens_per_s", "perf/samples_per_s")
 _SECONDS = "perf/step_s"
@@ -44,7 +44,8 @@ class Throughput(Monitor):
         self.since = 0
 
     def changed(self, event: str) -> None:
-        self._start()
+        if event not in SCHEDULED:
+            self._start()
 
     def update(self, look: Look) -> Sign | None:
         seconds = look.finite(_SECONDS)
