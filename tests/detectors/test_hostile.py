@@ -54,10 +54,10 @@ def test_what_is_told_can_be_said_and_is_the_same_after_any_restore(seed: int) -
     whole, parted = Watch(config), Watch(config)
     for row in hostile(seed):
         if row.seq in cuts:
-            state, ids = json.loads(json.dumps(parted.state_dict(), allow_nan=False)), parted._ids
+            state, ids = json.loads(json.dumps(parted.state_dict(), allow_nan=False)), parted._events._ids
             parted = Watch(config)
             parted.load_state_dict(state)
-            parted._ids = ids  # what a process has told it does not tell again under the same id
+            parted._events._ids = ids  # what a process has told it does not tell again under the same id
         told = whole.update(row)
         assert repr(told) == repr(parted.update(row))
         for anomaly in told:
