@@ -43,6 +43,7 @@ class Watch:
         self._open: dict[str, Episode] = {}
         self._periods = Periods()
         self._witness = Witness(self.settings)
+        self._standing = nonfinite.Standing()
         self._aftermath = Aftermath()
         self._groups: dict[str, Anomaly] = {}
         self._skipped = -1.0
@@ -148,8 +149,12 @@ class Watch:
     # -- non-finite ------------------------------------------------------------------------------------------------
 
     def _nonfinite(self, row: Row, plan: Plan, skip: bool) -> list[Anomaly]:
-        bad = nonfinite.broken(row, plan.counts, plan.losses if skip else None)
+        bad = self._standing.apart(row, nonfinite.broken(row, plan.counts, plan.losses if skip else None))
         episode = self._open.get("nonfinite")
+        late = episode is not None and row.step > episode.anomaly.step + self.settings.cascade_steps
+        apart = self._standing.anew(row, bad, late=late, skip=skip)
+        if apart is not bad:  # the event under way did not recover
+            bad, episode = apart, None
         if not bad.any():
             if episode is None or skip:
                 return []
@@ -512,6 +517,7 @@ class Watch:
             "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
             "rested": self._rested,
             "waiting": self._witness.state_dict(),
+            "standing": self._standing.state_dict(),
             "aftermath": self._aftermath.state_dict(),
             "latest": self._latest.state() if self._latest is not None else None,
         }
@@ -524,6 +530,7 @@ class Watch:
         self.amp_skips, self._skipped, self._resumed = state["amp_skips"], state["skipped"], state["resumed"]
         self._rested = state.get("rested", -1)
         self._witness.load_state_dict(state.get("waiting", {}))
+        self._standing.load_state_dict(state.get("standing", {}))
         opened = {episode.anomaly.id: episode for episode in self._open.values()}
         self._aftermath.load_state_dict(state.get("aftermath", {}), opened)
         latest = state.get("latest")
