@@ -122,7 +122,8 @@ def test_what_is_broken_for_good_hides_no_loss_that_breaks_later(standing: str, 
     loss[[also, 300, 301, 400]] = math.nan
     loss[350] += 2
     broken[200:] = 3.0 if standing.endswith("_nonfinite") else math.nan
-    data = rows({"train/loss": loss, standing: broken})
+    skipped = np.cumsum(np.isin(np.arange(600), [310, 450]))  # by a scaler
+    data = rows({"train/loss": loss, standing: broken, "optim/skipped": skipped})
     events = watch_all(Watch(), data)
     told = [(e.kind, e.onset, e.series, e.recovered_after) for e in events]
     expected = [

@@ -149,7 +149,8 @@ class Watch:
     # -- non-finite ------------------------------------------------------------------------------------------------
 
     def _nonfinite(self, row: Row, plan: Plan, skip: bool) -> list[Anomaly]:
-        bad = self._standing.apart(row, nonfinite.broken(row, plan.counts, plan.losses if skip else None))
+        bad = nonfinite.broken(row, plan.counts, plan.losses if skip else None)
+        bad = self._standing.apart(row, bad, skip=skip)
         episode = self._open.get("nonfinite")
         late = episode is not None and row.step > episode.anomaly.step + self.settings.cascade_steps
         apart = self._standing.anew(row, bad, late=late, skip=skip)
