@@ -115,6 +115,40 @@ def test_one_nan_never_silences_the_detector() -> None:
     assert [(e.kind, e.step) for e in detect(range(400), loss)] == [("nonfinite", 200), ("spike", 210)]
 
 
+@pytest.mark.parametrize("standing", ["act/block.0/kurtosis", "train/loss/aux", "layer/a/weight_nonfinite"])
+@pytest.mark.parametrize("also", [205, 500])
+def test_what_is_broken_for_good_hides_no_loss_that_breaks_later(standing: str, also: int) -> None:
+    loss, broken = loss_curve(600), np.zeros(600)
+    loss[[also, 300, 301, 400]] = math.nan
+    loss[350] += 2
+    broken[200:] = 3.0 if standing.endswith("_nonfinite") else math.nan
+    skipped = np.cumsum(np.isin(np.arange(600), [310, 450]))  # by a scaler
+    data = rows({"train/loss": loss, standing: broken, "optim/skipped": skipped})
+    events = watch_all(Watch(), data)
+    told = [(e.kind, e.onset, e.series, e.recovered_after) for e in events]
+    expected = [
+        ("nonfinite", 200, standing, None), ("nonfinite", 300, "train/loss", 2), ("spike", 350, "train/loss", 1),
+        ("nonfinite", 400, "train/loss", 1),
+    ]  # fmt: skip
+    assert told == expected + [("nonfinite", 500, "train/loss", 1)] * (also == 500)
+    assert [e.cascade for e in events if e.onset == 300] == [(("train/loss", 300),)]
+    for cut in (250, 301, 399):
+        first, second = Watch(), Watch()
+        found = [repr(a) for row in data[:cut] for a in first.update(row)]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+        found += [repr(a) for row in data[cut:] for a in second.update(row)]
+        whole = Watch()
+        assert found == [repr(a) for row in data for a in whole.update(row)]
+
+
+def test_a_norm_that_stays_broken_is_told_once_whatever_steps_are_skipped() -> None:
+    grad = np.ones(300)
+    grad[100:] = math.inf
+    skipped = np.cumsum(np.isin(np.arange(300), [150, 151, 200]))
+    events = watch_all(Watch(), rows({"train/loss": loss_curve(300), "grad/norm": grad, "optim/skipped": skipped}))
+    assert [(e.kind, e.step, e.recovered_after) for e in events] == [("nonfinite", 100, None)]
+
+
 def test_a_run_of_nan_is_one_event() -> None:
     loss = loss_curve(100)
     loss[50:] = math.nan

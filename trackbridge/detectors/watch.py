@@ -92,6 +92,7 @@ class Watch:
             **self._events.state_dict(),
             **self._excursions.state_dict(),
             **self._skips.state_dict(),
+            **self._nans.state_dict(),
             "monitors": {name: monitor.state_dict() for name, monitor in self._monitors.items()},
             "rested": self._layers.rested,
         }
@@ -102,6 +103,7 @@ class Watch:
         self._events.load_state_dict(state)
         self._excursions.load_state_dict(state)
         self._skips.load_state_dict(state)
+        self._nans.load_state_dict(state)
         self._layers.rested = state.get("rested", -1)
         for name, kept in state.get("monitors", {}).items():  # absent in the state of an older version
             if name in self._monitors:
