@@ -36,13 +36,13 @@ def names(found: Sequence[Hypothesis]) -> list[str]:
 
 
 def too_far(since: int = AT, rate: float = 1.0) -> list[str]:
-    """What is listed where two weights of six are four times as large from `since` on and all gradients are large, so that the
+    """What is listed where two weights of six grow from `since` on, four times up to the onset, and all gradients are large, so that the
     second moments, when they are measured again, are as well."""
     story = Story().spike(10, 10.0).gradients(30, 3)
     story.series["layer/blocks.2.mlp.weight/weight_norm"] = story.series["layer/embed.weight/weight_norm"].copy()
     story.series["act/blocks.0/rms"][AT : AT + 3] *= 3
     for layer in ("blocks.0.mlp.weight", "blocks.1.mlp.weight"):
-        story.series[f"layer/{layer}/weight_norm"] *= np.clip(4.0 ** ((STEP - since + 1) / (AT - since + 1)), 1, 4)
+        story.series[f"layer/{layer}/weight_norm"] *= np.clip(4.0 ** ((STEP - since + 1) / (AT - since + 1)), 1, 16)
     for layer in LAYERS:
         story.series[f"layer/{layer}/exp_avg_sq_norm"][AT:] *= 20
     story.series["train/lr"][AT - 1 :] *= rate
@@ -57,16 +57,16 @@ def test_weights_that_an_update_took_too_far_are_listed_as_a_stale_second_moment
 
 
 def deepening(factor: float = 1.02, *, few: bool = False) -> tuple[Story, Anomaly]:
-    """All weights grow by `factor` a step from eight steps before the onset on, and with them what the last block puts out and
-    all gradients: of the weights two measurements have seen it."""
+    """All weights grow by `factor` a step from the onset on, and with them what the last block puts out and all gradients: of the
+    weights one measurement has seen it."""
     story = Story()
-    grown = np.maximum(1.0, factor ** (STEP - AT + 8))
+    grown = np.maximum(1.0, factor ** (STEP - AT + 1))
     for layer in LAYERS:
         story.series[f"layer/{layer}/weight_norm"] *= grown
     for name in [n for n in story.series if n.endswith("grad_norm")] + ["grad/norm", "act/blocks.1/max", "act/blocks.1/rms"]:
-        story.series[name] *= np.minimum(grown**6, 8)
+        story.series[name] *= np.minimum(grown**8, 4)
     if few:
-        story.series["act/blocks.1/kurtosis"] = (story.series["act/blocks.1/kurtosis"] + 3) * np.minimum(grown**6, 8) - 3
+        story.series["act/blocks.1/kurtosis"] = (story.series["act/blocks.1/kurtosis"] + 3) * np.minimum(grown**8, 4) - 3
     story.series["train/loss"][AT:] += np.linspace(0.1, 4, STEPS - AT)
     return every_tenth(story), replace(spike(kind="shift", step=AT + 6, first_mover=("grad/norm", AT)), series="grad/norm")
 
