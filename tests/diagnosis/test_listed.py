@@ -36,8 +36,8 @@ def names(found: Sequence[Hypothesis]) -> list[str]:
 
 
 def too_far(since: int = AT, rate: float = 1.0) -> list[str]:
-    """What is listed where two weights of six grow from `since` on, four times up to the onset, and all gradients are large, so that the
-    second moments, when they are measured again, are as well."""
+    """What is listed where two weights of six grow from `since` on, four times up to the onset, and all gradients are large, so
+    that the second moments, when they are measured again, are as well."""
     story = Story().spike(10, 10.0).gradients(30, 3)
     story.series["layer/blocks.2.mlp.weight/weight_norm"] = story.series["layer/embed.weight/weight_norm"].copy()
     story.series["act/blocks.0/rms"][AT : AT + 3] *= 3
@@ -57,8 +57,8 @@ def test_weights_that_an_update_took_too_far_are_listed_as_a_stale_second_moment
 
 
 def deepening(factor: float = 1.02, *, few: bool = False) -> tuple[Story, Anomaly]:
-    """All weights grow by `factor` a step from the onset on, and with them what the last block puts out and all gradients: of the
-    weights one measurement has seen it."""
+    """All weights grow by `factor` a step from the onset on, and with them what the last block puts out and all gradients: one
+    measurement of the weights has seen it."""
     story = Story()
     grown = np.maximum(1.0, factor ** (STEP - AT + 1))
     for layer in LAYERS:
