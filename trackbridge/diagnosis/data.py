@@ -7,7 +7,8 @@ import numpy as np
 from trackbridge.diagnosis import nonfinite
 from trackbridge.diagnosis.batch import LEAST
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, number, times
+from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, moved_by, number, times
+from trackbridge.diagnosis.weights import OTHER, changed_weight
 
 # What the rules of this file ask for. None is a fine number: with any one halved or doubled (`_LEVEL` was not), none of the
 # 112 right first names among 118 faults told in recorded trials of the zoo (`--unseen 20000`, 2026-11-28) is lost.
@@ -111,7 +112,7 @@ def corrupt_batch(view: View, case: Case) -> None:
     if odd and not few_new:
         first = view.first_jump
         if first is not None and first[0] == 0:
-            case.add(WEAK, f"the first module saw it: {first[1]} jumped {number(first[2])} sigmas")
+            case.add(WEAK, f"the first module saw it: {moved_by(first[1], first[2], 'jumped')}")
     if few_new:
         case.against(WEAK, "new tokens, but not the mixture of a foreign file")
     if view.batches.known and not odd and not bad and foreign is None:
@@ -134,7 +135,7 @@ def corrupt_batch(view: View, case: Case) -> None:
         elsewhere(view, case)
         return
     if saw is not None and saw[1] > _CALM:
-        case.add(SOLID, f"no batch is recorded, but the first module saw it: {saw[0]} moved {number(saw[1])} sigmas")
+        case.add(SOLID, f"no batch is recorded, but the first module saw it: {moved_by(*saw)}")
         if new_among_usual(view):
             case.against(SOLID, _ALIKE)
     elif not view.batches.tensors and not view.gradual and view.input_module is None and (view.loss_jump or 0.0) > JUMPED:
@@ -260,9 +261,9 @@ def label_fault(view: View, case: Case) -> None:
             if known and act[1] < loss / JUMPED:
                 case.add(WEAK, "the loss rose by far more than any activation")
         elif act[1] > 2 * JUMPED:
-            case.against(STRONG, f"{act[0]} moved {number(act[1])} sigmas: the inputs or the weights changed")
+            case.against(STRONG, f"{moved_by(*act)}: the inputs or the weights changed")
         else:
-            case.against(SOLID, f"{act[0]} moved {number(act[1])} sigmas")
+            case.against(SOLID, moved_by(*act))
     if not case.supports:
         return
     if not view.batches.tensors and view.hot_rows is not None:
@@ -293,6 +294,9 @@ def label_fault(view: View, case: Case) -> None:
     if view.grown_weights and (not view.sudden or view.grown_weights[0][0] > _OTHER_NET):
         weight = STRONG if view.grown_weights[0][0] > _OTHER_NET else SOLID
         case.against(weight, f"{view.grown_weights[0][1]} had grown {times(view.grown_weights[0][0])} before")
+    changed = changed_weight(view)
+    if changed is not None and changed[1] > OTHER and not targets:
+        case.against(SOLID, f"one weight alone changed: {changed[0]} {times(changed[1])}")
     abrupt(view, case)
 
 
@@ -353,7 +357,7 @@ def data_regime_change(view: View, case: Case) -> None:
     act = view.moved_activation
     if act is not None:
         if act[1] > _BEYOND_DATA:
-            case.against(SOLID, f"{act[0]} jumped {number(act[1])} sigmas, more than other data would do")
+            case.against(SOLID, f"{moved_by(*act, 'jumped')}, more than other data would do")
         elif act[1] > _CALM:
             case.add(SOLID, f"activations changed in the same step ({act[0]}, {number(act[1])} sigmas): other inputs")
         elif act[1] < _CALM and not shifted and not view.batches.known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trackbridge.diagnosis.data import input_oddities
-from trackbridge.diagnosis.onset import in_one_step, larger_output
+from trackbridge.diagnosis.onset import in_one_step, larger_output, lone_gradient
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import Grown, View, in_steps, is_attention, is_embedding, is_query_or_key, number, times
 from trackbridge.diagnosis.weights import changed_together, changed_weight, largest_share, single_element
@@ -34,11 +34,13 @@ def activation_outliers(view: View, case: Case) -> None:
     few = _few_grew(view)
     if few is not None:
         name, share = few
-        case.add(SOLID, f"few elements of {name} grew: the largest has {share:.0%} of its norm")
+        between = "; between two measurements, so in one step or in several" if in_one_step(view) else ""
+        case.add(WEAK if between else SOLID, f"few elements of {name} grew: the largest has {share:.0%} of its norm{between}")
     if not case.supports:
         return
-    _not_sudden(view, case, grown[0][0] if grown else 0.0)
     if grown:
+        _not_sudden(view, case, grown[0][0])
+        _not_alike(view, case, grown[0][1])
         _not_downstream(view, case, grown[0][1])
         _not_out(view, case, grown[0][1])
     if view.lr_jumped and view.lr_jump is not None:
@@ -50,11 +52,13 @@ def activation_outliers(view: View, case: Case) -> None:
 
 
 def _few_grew(view: View) -> tuple[str, float] | None:
-    """(series, share of its largest element) of the one hidden weight that changed, if few elements of it did and nothing shows
-    that they did in one step."""
+    """(series, share of its largest element) of the one hidden weight that changed, if few elements of it did. Not where an
+    activation or a gradient shows that they did in one step; a loss that jumps does not say what did."""
     changed = changed_weight(view)
     share = largest_share(view, changed[0]) if changed is not None else None
-    if changed is None or share is None or share < _FEW_OF_IT or view.is_outer(changed[0]) or in_one_step(view):
+    if changed is None or share is None or share < _FEW_OF_IT or view.is_outer(changed[0]):
+        return None
+    if view.first_jump is not None or lone_gradient(view) is not None or view.anomaly.kind == "nonfinite":
         return None
     return changed[0], share
 
@@ -102,6 +106,18 @@ def _not_out(view: View, case: Case, name: str) -> None:
         case.against(
             STRONG, f"when the loss rose {top} was {number(now)}, and up to {number(before.max())} in the steps before"
         )
+
+
+def _not_alike(view: View, case: Case, name: str) -> None:
+    """Outliers are few: where all that a module puts out grew as much as its largest value, there are none; unless few elements
+    of the weight that grew made it."""
+    for factor, weight in view.grown_weights[:1]:
+        if (view.growth(weight.removesuffix("_norm") + "_max") or 0.0) > _WHOLE * factor:
+            return
+    site = name.removeprefix("act/").rpartition("/")[0]
+    top, mean, peak = (view.growth(f"act/{site}/{what}") for what in ("max", "rms", "kurtosis"))
+    if top is not None and mean is not None and peak is not None and top < _WHOLE * mean and peak < _WHOLE:
+        case.against(STRONG, f"all that {site} puts out had grown as much ({times(mean)}): no few elements stand out of it")
 
 
 def _not_downstream(view: View, case: Case, name: str) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from trackbridge.diagnosis import nonfinite
 from trackbridge.diagnosis.data import MANY_NEW, input_oddities
 from trackbridge.diagnosis.growth import GROWN
-from trackbridge.diagnosis.onset import in_one_step, larger_output, lone_gradient, still_out
+from trackbridge.diagnosis.onset import became, broken_gradients, in_one_step, larger_output, lone_gradient, still_out
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
-from trackbridge.diagnosis.view import JUMPED, View, number, times
+from trackbridge.diagnosis.view import JUMPED, View, moved_by, number, times
 from trackbridge.diagnosis.weights import changed_together, changed_weight, largest_share, single_element, weights_as_they_were
 
 _APART = 4.0  # times `JUMPED`, from which a jump is no part of what moved before it
@@ -22,8 +22,7 @@ def hardware_fault(view: View, case: Case) -> None:
     if first is not None and (view.lead <= 2 or first[2] > _APART * JUMPED):
         place, name, z = first
         if z > 2 * JUMPED:
-            how = f"jumped {number(z)} sigmas in one step" if np.isfinite(z) else "is above 0 from one step to the next"
-            case.add(SOLID, f"{name} {how}")
+            case.add(SOLID, moved_by(name, z, "jumped") + (" in one step" if np.isfinite(z) else ""))
             if place > 0:
                 site, _, before = view.jumps[place - 1]
                 case.add(SOLID, f"it began there: the module before it ({site}) is as usual ({number(before)} sigmas)")
@@ -44,6 +43,9 @@ def hardware_fault(view: View, case: Case) -> None:
         case.add(
             STRONG, f"{gradient[0]} jumped {number(gradient[1])} sigmas alone; activations, loss and other gradients did not"
         )
+    broken = broken_gradients(view)
+    if len(broken) == 1:
+        case.add(WEAK, f"{broken[0]} {became(view, broken[0])} alone; activations, loss and other gradients were finite")
     if not case.supports:
         return
     if view.batches.known and not input_oddities(view):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from trackbridge.diagnosis import trends
 from trackbridge.diagnosis.data import input_oddities
 from trackbridge.diagnosis.view import JUMPED, LATER, View
@@ -17,7 +19,8 @@ def in_one_step(view: View) -> bool:
 
 
 def lone_gradient(view: View) -> tuple[str, float] | None:
-    """(series, sigmas) of the only layer whose gradient jumped at the onset, or at the step before it."""
+    """(series, sigmas) of the only layer whose gradient jumped at the onset, or at the step before it. An infinity is no jump
+    of a healthy number: see `broken_gradients`."""
     for step in (0, 1):
         found: dict[str, float] = {}
         for name in view.family("layer/", "/grad_norm"):
@@ -25,12 +28,30 @@ def lone_gradient(view: View) -> tuple[str, float] | None:
             z = trends.jump(view.before(name, 100)[: -step or None], values[steps == view.onset - step])
             if z is not None:
                 found[name] = z
+        if np.isinf(list(found.values())).any():
+            continue
         ordered = sorted(found, key=lambda name: found[name], reverse=True)
         if len(ordered) < 2 or found[ordered[0]] < 2 * JUMPED or found[ordered[1]] > JUMPED / 2:
             continue
         if step or (view.loss_jump or 0.0) < JUMPED:
             return ordered[0], found[ordered[0]]
     return None
+
+
+def broken_gradients(view: View) -> list[str]:
+    """Series of the layers whose gradients were not finite at the onset, and had been before, where the loss and every
+    activation of the same step were: it began in the backward pass."""
+    loss = view.at("train/loss")
+    outputs = [view.at(name) or 0.0 for name in view.family("act/", "/nonfinite")]
+    if (loss is not None and not np.isfinite(loss)) or any(outputs):
+        return []
+    found = [name for name in view.family("layer/", "/grad_norm") if len(view.before(name)) >= trends.LEAST]
+    return [name for name in found if (now := view.at(name)) is not None and not np.isfinite(now)]
+
+
+def became(view: View, name: str) -> str:
+    """``became infinite`` or ``became NaN``. Clipping divides an infinity by the norm, which leaves a NaN."""
+    return "became infinite" if np.inf in (abs(view.at(name) or 0.0), view.at("grad/norm")) else "became NaN"
 
 
 def still_out(view: View) -> bool:

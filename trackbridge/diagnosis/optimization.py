@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from trackbridge.diagnosis.onset import in_one_step
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
-from trackbridge.diagnosis.weights import changed_weight
+from trackbridge.diagnosis.weights import changed_together, changed_weight
 
 _TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
+_A_LITTLE = 1.08  # the same where the gradients grew too: weights that are measured every ten steps lag behind
+_ROSE = 2.5  # growth of the median gradient
 _STALE = 0.3  # of one between two measurements: less than a decay of 0.9 allows in ten steps
 _ONE_DID = 3.0  # times the size of a single weight, which then made the gradients by itself
 _FELL = 0.6  # of a second moment between two measurements, without its gradient falling as far
@@ -58,13 +61,16 @@ def gradient_explosion(view: View, case: Case) -> None:
         case.add(WEAK, f"grad/norm reached {number(top)}, its median before was {number(calm)}")
     elif top > 10 * calm and (case.supports or length >= 3):
         case.add(WEAK, f"grad/norm reached {number(top)}, {times(top / calm)} its median before")
-    if not case.supports:
-        return
     rises = [f for name in view.family("layer/", "/grad_norm") if (f := view.growth(name)) is not None]
-    if len(rises) >= 4 and float(np.median(rises)) > 2.5:
-        case.add(SOLID, f"the gradients of most layers had grown together (median {times(float(np.median(rises)))}) before")
-    if view.common_growth > _TOGETHER:
-        case.add(STRONG, f"the weights of most layers had grown together (median {times(view.common_growth)})")
+    rose = float(np.median(rises)) if len(rises) >= 4 else 1.0
+    grew = view.common_growth > _A_LITTLE and rose > _ROSE
+    if not case.supports and not grew:
+        return
+    if rose > _ROSE:
+        case.add(SOLID, f"the gradients of most layers had grown together (median {times(rose)}) before")
+    if view.common_growth > _TOGETHER or grew:
+        weight = STRONG if view.common_growth > _TOGETHER else SOLID
+        case.add(weight, f"the weights of most layers had grown together (median {times(view.common_growth)})")
     if view.lasts or (view.anomaly.recovered_after is None and view.anomaly.kind == "nonfinite"):
         case.add(WEAK, "it did not recover")
     elif view.passed:
@@ -171,6 +177,8 @@ def stale_second_moment(view: View, case: Case) -> None:
         falls.append(fall)
         if fall < 0.2 or (sudden is not None and sudden[0] < _STALE):
             found.append((fall, layer, gradient))
+    if not found:
+        _updated_too_far(view, case)
     if not found or _upper_median(falls) < 0.5:  # all layers at once is a lost state, not a stale one
         return
     fall, layer, gradient = min(found)
@@ -183,6 +191,18 @@ def stale_second_moment(view: View, case: Case) -> None:
         case.add(SOLID, f"{layer}: update_ratio rose {times(moved)}")
     elif len(found) == 1:
         case.add(WEAK, "no other layer's did so")
+
+
+def _updated_too_far(view: View, case: Case) -> None:
+    """Several weights changed in one step, and most did not: as by an update of theirs that was too large. The gradients that
+    come of it fill a second moment before it is measured again, so that it may never be seen too small."""
+    moved = changed_together(view)
+    adaptive = all(view.before(name.replace("/weight_norm", "/exp_avg_sq_norm"), 1).size for name, _ in moved)
+    if not moved or not adaptive or not in_one_step(view) or view.lr_jumped or view.since_resume is not None:
+        return
+    if not any(name == grown for name, _ in moved for _, grown in view.grown_weights):
+        what = f"{moved[0][0]} {times(moved[0][1])}, {moved[1][0]} {times(moved[1][1])}"
+        case.add(WEAK, f"few weights changed in one step, each by itself or by its own update: {what}")
 
 
 @rule("config-change", intervention="rerun")

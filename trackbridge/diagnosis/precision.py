@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trackbridge.diagnosis import nonfinite
+from trackbridge.diagnosis.onset import became, broken_gradients
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import LATER, View, in_steps, number, times
 
@@ -35,6 +36,10 @@ def fp16_overflow(view: View, case: Case) -> None:
         name, factor, left = pace
         how = f"{name} grows {times(factor)} a step under a loss scaler"
         case.add(SOLID, f"{how}: fp16 does not hold it {in_steps(left)} later")
+    gradients = broken_gradients(view)
+    if gradients:
+        how = f"{gradients[0]} {became(view, gradients[0])} while activations and loss were finite"
+        case.add(WEAK, f"{how}: so does a gradient that its format does not hold (fp16 ends at 65504)")
     came = nonfinite.entry(view)
     largest = view.before(f"act/{came.site}/max", 1) if came is not None else np.empty(0)
     if came is not None and len(largest) and largest[0] < _EDGE:

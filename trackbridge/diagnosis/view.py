@@ -188,6 +188,21 @@ class View:
         return trends.off_line(now, base, 0.01 * abs(float(np.median(base))))
 
     @cached_property
+    def began(self) -> int:
+        """The onset, or the step of the few before it at which the loss had left its line: a detector's band is wider where the
+        loss is uneven, and what did it may have been measured by the onset."""
+        steps, values = self.finite("train/loss")
+        first = self.onset
+        while first > self.onset - _BLUR:
+            base, now = values[steps < first - 1][-32:], values[steps == first - 1]
+            if len(base) < trends.LEAST or not len(now):
+                break
+            if trends.off_line(float(now[0]), base, 0.01 * abs(float(np.median(base)))) <= JUMPED:
+                break
+            first -= 1
+        return first
+
+    @cached_property
     def loss_shift(self) -> float | None:
         """By how many robust sigmas of its latest values the loss lies above them in the median of the window's end."""
         base, after = self.before("train/loss", 32), self.near("train/loss", LATER)
@@ -450,6 +465,13 @@ def is_query_or_key(name: str) -> bool:
 def number(value: float) -> str:
     """A value as evidence shows it: three significant digits."""
     return f"{value:.3g}"
+
+
+def moved_by(name: str, z: float, how: str = "moved") -> str:
+    """How far the series `name` moved, for evidence. What is not finite has no distance from what was."""
+    if np.isfinite(z):
+        return f"{name} {how} {number(z)} sigmas"
+    return f"{name} is above 0 from one step to the next" if name.endswith("/nonfinite") else f"{name} is finite no more"
 
 
 def in_steps(count: int | None) -> str:

@@ -9,7 +9,8 @@ from trackbridge.diagnosis.view import JUMPED, View
 
 FEW = 3.0  # times what the root mean square of a module's output rose, from which a few of its elements make it
 _ALL_OF_IT = 0.9  # of a weight's norm in one element
-_OTHER = 1.5  # times or part of a weight's norm, from which it is another weight
+OTHER = 1.5  # times or part of a weight's norm, from which it is another weight
+_MEASURED = 10  # steps past the onset by which every weight has been measured
 _ALONE = 3.0  # times the change of any other layer: what an update does to all is no damage to one
 
 
@@ -33,16 +34,20 @@ def _weight_changes(view: View) -> dict[str, tuple[float, float]]:
     """{series: (factor, sigmas)} of weight norms between the measurements before and after the onset."""
     found = {}
     for name in view.family("layer/", "/weight_norm"):
-        change = trends.step_change(*view.series(name), view.onset, 10)
+        change = _step_change(view, name)
         if change is not None:
             found[name] = change
     return found
 
 
+def _step_change(view: View, name: str) -> tuple[float, float] | None:
+    return trends.step_change(*view.series(name), view.began, view.onset - view.began + _MEASURED)
+
+
 def weights_as_they_were(view: View) -> bool:
     """The weights were measured since the onset, and none is another than before."""
     changes = _weight_changes(view)
-    return bool(changes) and all(abs(np.log(factor)) < np.log(_OTHER) for factor, _ in changes.values())
+    return bool(changes) and all(abs(np.log(factor)) < np.log(OTHER) for factor, _ in changes.values())
 
 
 def changed_together(view: View) -> list[tuple[str, float]]:
@@ -50,8 +55,7 @@ def changed_together(view: View) -> list[tuple[str, float]]:
     of most layers did not; the most changed first."""
     found = {}
     for name in view.family("layer/", "weight/weight_norm"):
-        steps, values = view.series(name)
-        change = trends.step_change(steps, values, view.onset, 10)
+        change = _step_change(view, name)
         if change is not None:
             found[name] = change
     changed = [(name, factor) for name, (factor, sigmas) in found.items() if factor > 1.3 and sigmas > 2 * JUMPED]
@@ -61,8 +65,9 @@ def changed_together(view: View) -> list[tuple[str, float]]:
 
 
 def largest_share(view: View, weight: str) -> float | None:
-    """The largest element of a weight over its norm, as first measured from the onset on; None if that is not measured."""
-    tops, norms = (view.near(name, 10) for name in (weight.removesuffix("_norm") + "_max", weight))
+    """The largest element of a weight over its norm, as first measured since it began; None if that is not measured."""
+    found = [view.series(name) for name in (weight.removesuffix("_norm") + "_max", weight)]
+    tops, norms = (values[(steps >= view.began) & (steps <= view.onset + _MEASURED)] for steps, values in found)
     if not len(tops) or len(tops) != len(norms) or not norms[0] > 0:
         return None
     return float(tops[0] / norms[0])
