@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, harmless, plain
+from trackbridge.cli.common import Json, console, emit, find_run, plain
 from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
+from trackbridge.harmless import harmless
 from trackbridge.panels import TEMPLATES
 
 if TYPE_CHECKING:
