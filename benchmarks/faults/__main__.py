@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = [p for p in todo if (not options.way or p.way in options.way) and (not options.task or p.task in options.task)]
     known = _known(options.json, todo) if options.resume and options.json is not None else []
     left = [plan for plan in todo if plan not in {outcome.plan for outcome in known}]
-    left.sort(key=lambda plan: todo.index(plan) % 97)  # what is done when time is up is a fair part of everything
+    random.Random(options.unseen).shuffle(left)  # what is done when time is up is a random part of everything
     if options.json is not None and not options.resume:
         options.json.write_text("", encoding="utf-8")
     seconds = None if options.minutes is None else 60 * options.minutes

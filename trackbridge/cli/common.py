@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from trackbridge.history import RunRecord
     from trackbridge.shipper import BackendStatus
 
 Json = Annotated[bool, typer.Option("--json", help="Strict JSON on stdout, nothing else.")]
@@ -28,7 +29,7 @@ _FAR = 2.0
 """Heights of a bar that values far from the others have to themselves, at each end."""
 
 
-_LEAST = 1e-290
+_LEAST = 1e-306
 """What is closer together, beside a value of 0.25, is as good as equal: no slope through it is a number."""
 
 
@@ -72,6 +73,17 @@ def find_run(reference: str, folder: Path) -> Path:
     raise ReferenceNotFoundError(
         f"no run {reference!r} here or in {folder}{nearest(reference, known)}; `trackbridge runs DIR` lists a folder's runs"
     )
+
+
+def load_run(path: Path) -> RunRecord:
+    """The run at `path`, without a warning of damage: `show` tells of it on its page, and it is no reason for no report."""
+    import warnings
+
+    from trackbridge import load
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return load(path)
 
 
 def known_runs(folder: Path) -> dict[str, Path]:

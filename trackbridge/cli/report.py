@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, plain
-from trackbridge.errors import ReferenceNotFoundError, TrackbridgeError, UsageError, nearest
+from trackbridge.cli.common import Json, console, emit, find_run, load_run
+from trackbridge.cli.post_mortem import post_mortem_of
+from trackbridge.errors import TrackbridgeError, UsageError, nearest
 from trackbridge.harmless import harmless
 from trackbridge.panels import TEMPLATES
 
@@ -48,7 +49,7 @@ def report(
     if template not in TEMPLATES:
         raise UsageError(f"unknown template {template!r}{nearest(template, TEMPLATES)}; there are: {', '.join(TEMPLATES)}")
     if post_mortem:
-        text = _post_mortem(reference, folder)
+        text = post_mortem_of(reference, folder)
         if json:
             emit({"post_mortem": text})
         else:
@@ -73,24 +74,14 @@ def _parse(reference: str, folder: Path) -> tuple[Reference, RunRecord | None]:
 
     ref = Reference.parse(reference)
     if ref.kind == LOCAL:
-        return ref, _load(find_run(ref.where, folder))
+        return ref, load_run(find_run(ref.where, folder))
     if ref.kind != "wandb":
         raise UsageError(f"reports are made in W&B, not in {ref.kind}; with --post-mortem any capsule will do")
     parts = ref.where.split("/")
     if len(parts) not in (2, 3) or not all(parts) or ":" in parts[-1]:
         raise UsageError(f"{ref.where!r} names no run: give wandb:ENTITY/PROJECT/RUN_ID[@STEP], or wandb:ENTITY/PROJECT")
     here = folder / parts[2] if len(parts) == 3 else None
-    return ref, _load(here) if here is not None and (here / "run.json").is_file() else None
-
-
-def _load(path: Path) -> RunRecord:
-    import warnings
-
-    from trackbridge import load
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # damage is no reason for no report
-        return load(path)
+    return ref, load_run(here) if here is not None and (here / "run.json").is_file() else None
 
 
 def _offline(ref: Reference, record: RunRecord | None, template: Template) -> Subject:
@@ -210,48 +201,3 @@ def _ask(process: Process, method: str, *arguments: Any) -> Any:
         raise ours(error) from None
     except TimeoutError as error:
         raise TrackbridgeError(str(error)) from None
-
-
-def _post_mortem(reference: str, folder: Path) -> str:
-    """Of a capsule wherever it is; of a run on this disk that of its newest anomaly, or of ``@step``. Which one it is, where
-    that was not said, is told on stderr."""
-    from trackbridge import fetch
-    from trackbridge.fetch import LOCAL, Reference
-    from trackbridge.reports import contents, subject
-    from trackbridge.reports.post_mortem import post_mortem
-
-    ref = Reference.parse(reference)
-    chosen = None
-    if ref.kind == LOCAL and not (Path(ref.where) / "manifest.json").is_file():
-        record = _load(find_run(ref.where, folder))
-        what = f"run {record.info.run_id}"
-        if not record.anomalies:
-            raise UsageError(f"{what} has no anomaly")
-        chosen = record.anomalies[-1] if ref.step is None else subject.choose(record.anomalies, ref.step, what)
-        if chosen is None:
-            raise ReferenceNotFoundError(f"there is no anomaly at step {ref.step} of {plain(what)}")
-        if chosen.capsule is not None and not (record.path / chosen.capsule / "manifest.json").is_file():
-            raise ReferenceNotFoundError(
-                f"the capsule of step {chosen.step} of {plain(what)} is not sealed (yet); "
-                f"if its trainer has ended, run: trackbridge sync {record.path}"
-            )
-        if ref.step is None:
-            several = f", the newest of {len(record.anomalies)}; for another: {reference}@STEP"
-            more = several if len(record.anomalies) > 1 else ""
-            typer.echo(f"This is of the {chosen.kind} at step {chosen.step}{more}", err=True)
-        if chosen.capsule is None:  # a kind without one, or it was given up: its notes say so
-            typer.echo(f"Made from the run's record: the {chosen.kind} at step {chosen.step} has no capsule", err=True)
-            return post_mortem(record, chosen)
-        reference = str(record.path / chosen.capsule)
-    with tempfile.TemporaryDirectory(prefix="trackbridge-report-") as scratch:
-        capsule = fetch.pull(reference, None if ref.kind == LOCAL else scratch)
-        own = capsule.anomaly
-        if chosen is not None and chosen.id != own.id:
-            where = f"that one's post-mortem is {reference}/{contents.POST_MORTEM}"
-            typer.echo(f"Made from the capsule that it shares with the {own.kind} at step {own.step}; {where}", err=True)
-            return post_mortem(capsule, chosen)
-        other = ref.step not in (None, own.step, own.onset)  # a capsule's own folder is taken whatever the step
-        if chosen is None and (other or (ref.step is None and ref.kind != LOCAL)):
-            asked = f", not of step {ref.step}" if other else ""
-            typer.echo(f"This is of the {own.kind} at step {own.step}{asked}", err=True)
-        return contents.post_mortem_of(capsule)

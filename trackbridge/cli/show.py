@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, number, plain, sparkline, when
+from trackbridge.cli.common import Json, console, emit, find_run, load_run, number, plain, sparkline, when
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,12 +27,10 @@ def show(
     json: Json = False,
 ) -> None:
     """Show one run: its loss, its anomalies, and how far each tracker is."""
-    from trackbridge import load, shipper
+    from trackbridge import shipper
 
     with console(stderr=True).status("Reading the journal ..."):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the damage is on the page
-            record = load(find_run(reference, folder))
+        record = load_run(find_run(reference, folder))
         backends = shipper.status(record.path)
     if findings:
         _findings(record, json)
