@@ -109,7 +109,7 @@ def test_a_damaged_value_does_not_end_the_detection(part: str, tmp_path: Path, c
 @pytest.mark.parametrize(
     "at",
     [
-        ("amp_skips",), ("skipped",), ("detector", "level", 0), ("monitors", "stall", "ended"),
+        ("amp_skips",), ("detector", "level", 0), ("monitors", "stall", "ended"),
         ("monitors", "rule grad/norm > 4", "counts"), ("aftermath", "learning_rate", "until"),
     ],
 )  # fmt: skip
