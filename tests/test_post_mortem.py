@@ -17,6 +17,7 @@ from trackbridge.capsule import load
 from trackbridge.cli import app
 from trackbridge.config import DetectionConfig
 from trackbridge.diagnosis.data import words
+from trackbridge.diagnosis.feedback import MARK
 from trackbridge.errors import UsageError
 from trackbridge.history import load as load_run
 from trackbridge.records import Hypothesis, MicroBatch
@@ -42,6 +43,19 @@ def test_what_a_replay_has_shown_is_filled_in(tmp_path: Path) -> None:
     assert "Corrupt-batch (entropy): with skip-batch done the anomaly is gone." in section(after, 4)
     assert "gone with skip-batch done" in section(after, 5)
     assert BLANK in section(after, 4) and BLANK in section(after, 7), "a person confirms, and draws the lesson"
+
+
+def test_names_from_anywhere_change_nothing_of_its_sections(tmp_path: Path) -> None:
+    name = "a\n\n## 7. Fake\n\n<img src=x>|`**b**\ud800"
+    hypothesis = Hypothesis(name, (f"{MARK}{name}", name), (name,), name)
+    other = Hypothesis("other", (name,), (name,), name)
+    found = an_anomaly(
+        hypotheses=(hypothesis, other), series=name, kind=name, first_mover=(name, 12), cascade=((name, 12),), terms=name
+    )
+    text = post_mortem(load(make(tmp_path / "spike-13")), found)
+    text.encode()
+    assert re.findall(r"^#.*", text, re.MULTILINE)[1:] == [f"## {k}. {title}" for k, title in enumerate(SECTIONS, 1)]
+    assert "<img" not in text and "a\\n\\n## 7. Fake" in text
 
 
 def test_without_batches_nobody_is_asked_for_the_result_of_a_replay(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A newcomer's five questions about an anomaly, answered in this order by every tracker, page and report.
 
-What happened, when, how bad, what moved first, what to do now. Plain Markdown; nothing but records is needed.
+What happened, when, how bad, what moved first, what to do now. Plain Markdown, in which names and notes are shown as they are
+(`harmless.in_markdown`); nothing but records is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from trackbridge import names
+from trackbridge.harmless import as_code, in_markdown
 from trackbridge.records import Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
@@ -47,7 +49,8 @@ def happened(anomaly: Anomaly) -> str:
     at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     usual = amount(anomaly.expected, anomaly.series)
     expected = f" where **{usual}** was expected" if math.isfinite(anomaly.expected) else ""
-    return f"**{anomaly.series}** was {value}{at}{f', {anomaly.terms}' if anomaly.terms else expected} ({anomaly.kind})."
+    against = f", {in_markdown(anomaly.terms)}" if anomaly.terms else expected
+    return f"**{in_markdown(anomaly.series)}** was {value}{at}{against} ({in_markdown(anomaly.kind)})."
 
 
 def when(anomaly: Anomaly) -> str:
@@ -60,31 +63,32 @@ def when(anomaly: Anomaly) -> str:
 def how_bad(anomaly: Anomaly) -> str:
     far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
     if anomaly.terms:
-        far = f"**{anomaly.terms[0].upper()}{anomaly.terms[1:]}**, of severity {anomaly.severity:.2g} out of 1"
-    further = peak(anomaly)
+        far = f"**{in_markdown(anomaly.terms[0].upper() + anomaly.terms[1:])}**, of severity {anomaly.severity:.2g} out of 1"
+    further = in_markdown(peak(anomaly))
     return f"{far}.{f' {further.capitalize()}.' if further else ''}"
 
 
 def first(anomaly: Anomaly) -> str:
-    moved = moved_first(anomaly) or "nobody looked"
+    moved = in_markdown(moved_first(anomaly) or "nobody looked")
     return f"{moved[0].upper()}{moved[1:]}." if moved.startswith(("nothing", "nobody")) else f"{moved}."
 
 
 def now(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
-    """The experiment that the first hypothesis asks for, then the commands."""
+    """`to_do`, then the commands."""
+    return " ".join([in_markdown(to_do(anomaly)), *(as_code(command) for command in commands)])
+
+
+def to_do(anomaly: Anomaly) -> str:
+    """The experiment that the first hypothesis asks for, as plain text."""
     lead = anomaly.hypotheses[0] if anomaly.hypotheses else None
     if lead is not None and lead.intervention:
-        said = f"To test the first hypothesis, {lead.name}: {how_to_test(lead.intervention)}."
-    elif lead is not None:
-        said = f"Look at the evidence for {lead.name}."
-    else:
-        said = without_cause(anomaly)
-    return " ".join([said, *(f"`{command}`" for command in commands)])
+        return f"To test the first hypothesis, {lead.name}: {how_to_test(lead.intervention)}."
+    return f"Look at the evidence for {lead.name}." if lead is not None else without_cause(anomaly)
 
 
 def without_cause(anomaly: Anomaly) -> str:
-    """What is said of an anomaly that has no hypotheses: they come when its capsule is sealed, or some steps later without one,
-    and always with one at least. A fault by name is known at once."""
+    """What is said, as plain text, of an anomaly that has no hypotheses: they come when its capsule is sealed, or some steps
+    later without one, and always with one at least. A fault by name is known at once."""
     named = [note for note in anomaly.notes if note.partition(": ")[0] in FAULTS]
     if named:
         return f"It is a fault by name, {named[0]}."

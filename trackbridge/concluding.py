@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from trackbridge.anomalies import Anomalies
 from trackbridge.detectors import Watch
@@ -19,6 +20,7 @@ from trackbridge.recorder import Recorder
 from trackbridge.records import Row, StepContext
 
 logger = logging.getLogger("trackbridge")
+T = TypeVar("T")
 
 SETTLE_SECONDS = 0.25  # that other ranks' numbers of the newest steps are waited for, before detectors are saved
 
@@ -45,6 +47,7 @@ class Concluder:
         self._merging = merging
         self._anomalies = anomalies
         self._detecting = Part("anomaly detection", strict=strict)
+        self._loaded = False  # the detectors go on from a checkpoint's state, which may be damaged
         self._judged = -1  # the newest step that was looked at for anomalies
 
     def add(self, call: int, row: Row, reading: Reading, tokens: float, context: StepContext | None) -> None:
@@ -74,7 +77,7 @@ class Concluder:
         """Nothing has come for `seconds`: is the run stalled?"""
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
-                for anomaly in self._watch.wait(seconds):
+                for anomaly in self._asked(self._watch, lambda watch: watch.wait(seconds)):
                     self._anomalies.tell(anomaly)
 
     def finish(self, seconds: float) -> None:
@@ -88,7 +91,7 @@ class Concluder:
         seconds -= time.monotonic() - began
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
-                for anomaly in self._watch.finish():
+                for anomaly in self._asked(self._watch, lambda watch: watch.finish()):
                     self._anomalies.tell(anomaly)
         self._anomalies.part(max(seconds, 0.0))
 
@@ -103,7 +106,7 @@ class Concluder:
         if isinstance(self._merging, Merger):
             for row in self._merging.settle(SETTLE_SECONDS):
                 self._conclude(row)
-        return self._watch.state_dict() if self._watch is not None else {}
+        return {} if self._watch is None else self._asked(self._watch, lambda watch: watch.state_dict())
 
     def resume(self, state: dict[str, Any] | None, step: int) -> None:
         """Go on with the detectors where a checkpoint left them; `step` is the next."""
@@ -113,11 +116,23 @@ class Concluder:
             try:
                 Watch(self._watch.settings).load_state_dict(state)  # what fails half way must leave ours as it is
                 self._watch.load_state_dict(state)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                logger.warning(
-                    "trackbridge: the checkpoint's detector state does not fit (%s); the bands are learned anew", error
-                )
+                self._loaded = True
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                _learned_anew(error)
         self._watch.note("resume", step)
+
+    def _asked(self, watch: Watch, question: Callable[[Watch], T]) -> T:
+        """The answer of `watch`. Much of a checkpoint's state is only used once something happens: where it breaks then, the
+        detectors forget it, and are asked again."""
+        try:
+            return question(watch)
+        except Exception as error:
+            if not self._loaded:
+                raise
+            _learned_anew(error)
+            self._loaded = False
+            watch.load_state_dict(Watch(watch.settings).state_dict())
+            return question(watch)
 
     def _conclude(self, done: Concluded) -> None:
         """Write a row and look at it."""
@@ -125,9 +140,13 @@ class Concluder:
         self._rows.append(done.row)
         if self._watch is not None and self._detecting.alive:
             with self._detecting:
-                for anomaly in self._watch.update(done.judged, done.context):
+                for anomaly in self._asked(self._watch, lambda watch: watch.update(done.judged, done.context)):
                     self._anomalies.tell(anomaly, done.blamed)
                 self._anomalies.looked_at(step)
         self._judged = step
         if self._recorder is not None:
             self._recorder.judged(step)
+
+
+def _learned_anew(error: Exception) -> None:
+    logger.warning("trackbridge: the checkpoint's detector state does not fit (%s); the bands are learned anew", error)

@@ -35,7 +35,7 @@ def test_the_batch_at_the_onset_is_identified(capsule: SpikeCapsule) -> None:
 
 def test_the_capsule_says_what_it_is_good_for(capsule: SpikeCapsule) -> None:
     said = contents.files(capsule)
-    assert said.startswith("Tier **re-feed**, restart at step 10.") and "`window.parquet`" in said
+    assert said.startswith("Tier **re-feed**, restart at step 10.") and "| window.parquet |" in said
 
 
 def test_counterfactuals_are_ranked_with_their_caution(capsule: SpikeCapsule) -> None:

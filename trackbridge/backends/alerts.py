@@ -26,6 +26,7 @@ from trackbridge import redact
 from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.errors import ConfigError, Rejected, RetryLater
+from trackbridge.harmless import as_code, in_markdown
 from trackbridge.plugins import require
 from trackbridge.records import Anomaly, Record, RunEnd, RunInfo
 
@@ -163,7 +164,7 @@ class AlertsBackend:
 
     def _body(self, anomaly: Anomaly) -> str:
         more = f"\n\n{self._left_out} more anomalies since the last message were not sent one by one." if self._left_out else ""
-        where = f"\n\nrun `{self._run.run_id}` of {self._run.project}, in `{self._run.directory}`"
+        where = f"\n\nrun {as_code(self._run.run_id)} of {in_markdown(self._run.project)}, in {as_code(self._run.directory)}"
         # the alert goes out at the detection, and its cause is found later
         ask = f"trackbridge report {self._run.directory}@{anomaly.step} --post-mortem"
         return redact.text(words.anomaly_markdown(anomaly, () if anomaly.hypotheses else (ask,)) + where + more)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, mlflow_view, words
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
+from trackbridge.harmless import in_markdown
 from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory, dumps, storable
 
@@ -208,7 +209,8 @@ class MlflowRun:
         parts = [words.anomaly_markdown(newest, commands), self._links(held)]
         own = mlflow_names.key(f"{ANOMALY}{newest.id}")
         others = [line for tag, line in self.tags.items() if tag.startswith(ANOMALY) and tag != own]
-        parts += ["Other anomalies of this run:\n\n" + "\n".join(f"- {line}" for line in others[-20:])] if others else []
+        lines = "\n".join(f"- {in_markdown(line)}" for line in others[-20:])
+        parts += [f"Other anomalies of this run:\n\n{lines}"] if others else []
         self._note("\n\n".join(parts))
 
     def _note(self, text: str) -> None:

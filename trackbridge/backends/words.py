@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trackbridge.answers import answers, how_to_test, moved_before, moved_first, peak, shown
+from trackbridge.harmless import as_code, in_cell, in_markdown
 from trackbridge.records import Anomaly
 from trackbridge.rundir import dumps
 
@@ -26,16 +27,16 @@ def anomaly_markdown(anomaly: Anomaly, commands: Sequence[str] = ()) -> str:
     lines.append("")
     facts = {
         "ranks": ", ".join(map(str, anomaly.ranks)),
-        "cascade": _cascade(anomaly),
-        "capsule": f"`{anomaly.capsule}`" if anomaly.capsule else "",
-        "notes": "; ".join(anomaly.notes),
+        "cascade": in_markdown(_cascade(anomaly)),
+        "capsule": as_code(anomaly.capsule) if anomaly.capsule else "",
+        "notes": in_markdown("; ".join(anomaly.notes)),
     }
     lines += [f"- {name}: {fact}" for name, fact in facts.items() if fact]
     for rank, hypothesis in enumerate(shown(anomaly.hypotheses), 1):
-        lines += ["", f"{rank}. **{hypothesis.name}**"]
-        lines += [f"   - for: {evidence}" for evidence in hypothesis.evidence_for]
-        lines += [f"   - against: {evidence}" for evidence in hypothesis.evidence_against]
-        lines += [f"   - to test it: {how_to_test(hypothesis.intervention)}"] if hypothesis.intervention else []
+        lines += ["", f"{rank}. **{in_markdown(hypothesis.name)}**"]
+        lines += [f"   - for: {in_markdown(evidence)}" for evidence in hypothesis.evidence_for]
+        lines += [f"   - against: {in_markdown(evidence)}" for evidence in hypothesis.evidence_against]
+        lines += [f"   - to test it: {in_markdown(how_to_test(hypothesis.intervention))}"] if hypothesis.intervention else []
     return "\n".join(lines)
 
 
@@ -61,13 +62,9 @@ def anomaly_row(anomaly: Anomaly) -> list[Any]:
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """A two-column Markdown table. Bars and line breaks inside cells are escaped."""
-    cells = [f"| {_cell(name)} | {_cell(text)} |" for name, text in rows.items()]
+    """A two-column Markdown table of plain text."""
+    cells = [f"| {in_cell(name)} | {in_cell(text)} |" for name, text in rows.items()]
     return "\n".join(["| name | value |", "|---|---|", *cells])
-
-
-def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from trackbridge._version import __version__
-from trackbridge.cli.common import harmless
 from trackbridge.cli.demo import demo
 from trackbridge.cli.diff import diff
 from trackbridge.cli.doctor import doctor
@@ -29,6 +28,7 @@ from trackbridge.cli.show import show
 from trackbridge.cli.sync import sync
 from trackbridge.cli.view import view
 from trackbridge.errors import TrackbridgeError
+from trackbridge.harmless import harmless
 
 
 class OneLineErrors(TyperGroup):

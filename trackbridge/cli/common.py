@@ -6,12 +6,12 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from unicodedata import bidirectional, category
 
 import typer
 
 from trackbridge import plugins
 from trackbridge.errors import ReferenceNotFoundError, UsageError, nearest
+from trackbridge.harmless import harmless
 from trackbridge.rundir import dumps
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ _FAR = 2.0
 """Heights of a bar that values far from the others have to themselves, at each end."""
 
 
-_TURNS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _LEAST = 1e-306
 """What is closer together, beside a value of 0.25, is as good as equal: no slope through it is a number."""
 
@@ -48,15 +47,6 @@ def plain(value: object) -> str:
     from rich.markup import escape
 
     return escape(harmless(str(value)))
-
-
-def harmless(text: str) -> str:
-    """`text` with what a terminal obeys instead of showing it (control characters, changes of direction) written as escapes."""
-    return "".join(ascii(c)[1:-1] if c not in "\n\t" and _obeyed(c) else c for c in text)
-
-
-def _obeyed(character: str) -> bool:
-    return category(character) in ("Cc", "Cs") or bidirectional(character) in _TURNS
 
 
 def emit(value: Any) -> None:

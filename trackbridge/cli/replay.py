@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trackbridge import plugins
-from trackbridge.cli.common import Json, console, emit, harmless, plain
+from trackbridge.cli.common import Json, console, emit, plain
 from trackbridge.errors import TrackbridgeError, UsageError
+from trackbridge.harmless import harmless
 from trackbridge.ranks import Ranks
 from trackbridge.rebuilding import importing
 

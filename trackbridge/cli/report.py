@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackbridge.cli.common import Json, console, emit, find_run, harmless, load_run
+from trackbridge.cli.common import Json, console, emit, find_run, load_run
 from trackbridge.cli.post_mortem import post_mortem_of
 from trackbridge.errors import TrackbridgeError, UsageError, nearest
+from trackbridge.harmless import harmless
 from trackbridge.panels import TEMPLATES
 
 if TYPE_CHECKING:

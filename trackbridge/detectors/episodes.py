@@ -144,9 +144,12 @@ class Episode:
         a = {key: value for key, value in state["anomaly"].items() if key in known}
         for key in ("value", "expected", "score"):
             a[key] = float(a[key])
+        a["step"], a["onset"] = int(a["step"]), int(a["onset"])
         a["cascade"] = tuple((name, step) for name, step in a["cascade"])
         a["first_mover"] = tuple(a["first_mover"]) if a["first_mover"] else None
         a["ranks"], a["notes"] = tuple(a["ranks"]), tuple(a["notes"])
+        if not all(isinstance(text, str) for text in (*a["notes"], a["id"], a["kind"], a["series"])):
+            raise TypeError("a name or a note of an event is no text")
         members = {name: (step, rank, place) for name, (step, rank, place) in state["members"].items()}
         kept = (state["quiet"], state["quiet_since"], state["told"])
         fault = {key: state[key] for key in ("count", "least", "stayed", "since") if key in state}  # a state may be older

@@ -45,9 +45,13 @@ class SeriesState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state`, whatever the order of its series. Series that are not bound yet are kept until they are. Raises
-        `KeyError` where something is missing."""
+        `KeyError` where something is missing, `TypeError` or `ValueError` where something is no finite number."""
         bound = self.series or tuple(state["series"])
         known = [name for name in self.FIRST if name in state or name not in self.LATER]
+        for name in known:
+            found = np.asarray(state[name], np.float64)
+            if found.shape != (len(state["series"]),) or not np.isfinite(found).all():
+                raise ValueError(f"{name} is not a number for each series")
         self._saved = {one: {name: state[name][i] for name in known} for i, one in enumerate(state["series"])}
         self.series = ()
         self.bind(bound)

@@ -10,6 +10,7 @@ from typing import Any
 from trackbridge.answers import how_far, moved_first, peak
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.capsule_parts import BATCHES, read_frame
+from trackbridge.harmless import in_cell, in_markdown
 from trackbridge.records import Anomaly
 from trackbridge.reports.post_mortem import post_mortem
 
@@ -54,7 +55,7 @@ def anomalies(found: Sequence[Anomaly]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; "" without rows. Bars and line breaks in cells cannot break it."""
+    """A Markdown table of plain text; "" without rows."""
     lines = [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines]) if lines else ""
 
@@ -81,7 +82,8 @@ def _counterfactuals(capsule: SpikeCapsule) -> str:
         (each.rank, each.what or each.name, each.outcome, _number(each.peak), _number(each.final), each.reason)
         for each in found.tries
     ]
-    said = f"The plain replay of steps {found.restart_step} to {found.last_step}: **{found.verdict}**. {found.caution or ''}"
+    caution = in_markdown(found.caution or "")
+    said = f"The plain replay of steps {found.restart_step} to {found.last_step}: **{found.verdict}**. {caution}"
     return f"{said.strip()}\n\n{table(columns, rows)}"
 
 
@@ -92,12 +94,11 @@ def _number(value: float | None) -> str:
 def files(capsule: SpikeCapsule) -> str:
     """Its tier, what it lacks, and its files by size in bytes."""
     listed = sorted(capsule.files.items())
-    rows: list[Sequence[Any]] = [(f"`{name}`", f"{entry.bytes:,}") for name, entry in listed[:_SHOWN_FILES]]
-    lacks = "".join(f"\n- not in it: {text}" for text in capsule.missing)
+    rows: list[Sequence[Any]] = [(name, f"{entry.bytes:,}") for name, entry in listed[:_SHOWN_FILES]]
+    lacks = "".join(f"\n- not in it: {in_markdown(text)}" for text in capsule.missing)
     more = f"\n\nand {len(listed) - _SHOWN_FILES} more" if len(listed) > _SHOWN_FILES else ""
     return f"Tier **{capsule.tier}**, restart at step {capsule.restart_step}.{lacks}\n\n{table(('file', 'bytes'), rows)}{more}"
 
 
 def _cell(value: Any) -> str:
-    text = "" if value is None else str(value)
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
+    return "" if value is None else in_cell(str(value))

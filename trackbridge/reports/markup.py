@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,16 @@ def bullets(items: Sequence[str], name: str = "") -> str:
 
 def inline(sentence: str) -> str:
     """Text with ``**bold**`` and `` `code` `` in it, as `trackbridge.answers` writes it. Words keep together what they mean."""
-    escaped = text(sentence, 2000)
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped))
+    parts = re.split(r"(\*\*(?:\\.|[^\\*])+\*\*|(?<!\\)`[^`]+`)", sentence[:2000])
+    return "".join(_part(part) for part in parts)
+
+
+def _part(part: str) -> str:
+    if len(part) > 2 and part[0] == part[-1] == "`":
+        return f"<code>{text(part[1:-1], 2000)}</code>"
+    bold = len(part) > 4 and part.startswith("**")
+    shown = text(unescape(re.sub(r"\\([\\`*_(\[~])", r"\1", part[2:-2] if bold else part)), 2000)
+    return f"<b>{shown}</b>" if bold else shown
 
 
 def markdown(source: str) -> str:

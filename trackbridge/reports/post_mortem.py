@@ -17,6 +17,7 @@ from trackbridge.capsule import SpikeCapsule
 from trackbridge.config import DetectionConfig
 from trackbridge.diagnosis.feedback import MARK
 from trackbridge.errors import UsageError
+from trackbridge.harmless import in_cell, in_markdown
 from trackbridge.history import RunRecord
 from trackbridge.lab.counterfactuals import Try
 from trackbridge.panels import PANELS
@@ -83,7 +84,7 @@ def post_mortem(of: SpikeCapsule | RunRecord, anomaly: Anomaly | None = None) ->
         _verification(known),
         _lesson(known),
     )
-    lines = [f"# Post-mortem: {told.kind} at step {told.step} of {known.name}", ""]
+    lines = [f"# Post-mortem: {in_markdown(told.kind)} at step {told.step} of {in_markdown(known.name)}", ""]
     for number, (title, body) in enumerate(zip(SECTIONS, bodies, strict=True), 1):
         lines += [f"## {number}. {title}", "", *body, ""]
     return "\n".join(lines)
@@ -228,13 +229,13 @@ def _statistics(of: Any) -> str:
 
 def _hypotheses(anomaly: Anomaly) -> list[str]:
     if not anomaly.hypotheses:
-        return [f"{BLANK} {answers.without_cause(anomaly)}"]
+        return [f"{BLANK} {in_markdown(answers.without_cause(anomaly))}"]
     lines = []
     for place, hypothesis in enumerate(answers.shown(anomaly.hypotheses), 1):
         panels = ", ".join(_TITLES[name] for name in _PANELS.get(hypothesis.name, ()))
-        lines.append(f"{place}. **{hypothesis.name}**{f' (panels: {panels})' if panels else ''}")
-        lines += [f"   - for: {text}" for text in hypothesis.evidence_for]
-        lines += [f"   - against: {text}" for text in hypothesis.evidence_against]
+        lines.append(f"{place}. **{in_markdown(hypothesis.name)}**{f' (panels: {panels})' if panels else ''}")
+        lines += [f"   - for: {in_markdown(text)}" for text in hypothesis.evidence_for]
+        lines += [f"   - against: {in_markdown(text)}" for text in hypothesis.evidence_against]
     return lines
 
 
@@ -244,21 +245,25 @@ def _evidence(known: Known) -> list[str]:
     if len(shown) > 1:
         first, second = shown[:2]
         apart = [*first.evidence_for[:1], *(f"against {second.name}: {text}" for text in second.evidence_against[:2])]
-        lines.append(f"- {first.name} rather than {second.name}: {'; '.join(apart)}.")
+        names, why = f"{first.name} rather than {second.name}", "; ".join(apart)
+        lines.append(f"- {in_markdown(names)}: {in_markdown(why)}.")
     for hypothesis in shown:
         if hypothesis.intervention:
             test = answers.how_to_test(hypothesis.intervention)
-            lines.append(f"- To test {hypothesis.name}: {test}. Result: {_result(known, hypothesis)}")
+            lines.append(f"- To test {in_markdown(hypothesis.name)}: {in_markdown(test)}. Result: {_result(known, hypothesis)}")
     tier = f" The capsule's tier is {known.capsule.tier}." if known.capsule is not None else ""
     report = known.capsule.replay if known.capsule is not None else None
-    verdict = f"**{report.verdict}**: {report.reason}." if report is not None else BLANK if _can_run(known) else NO_BATCHES
+    verdict = BLANK if _can_run(known) else NO_BATCHES
+    if report is not None:
+        verdict = f"**{report.verdict}**: {in_markdown(report.reason)}."
     if known.capsule is not None:
         lines.append(f"- Replay as recorded (`trackbridge replay`), verdict: {verdict}{tier}")
     else:
         lines.append("- Replay: this is made from the run's record alone; without a capsule of it there is nothing to replay.")
     for t in _tries(known):
-        lines.append(f"- Replay with {t.what}: {t.outcome}{f' ({t.reason})' if t.reason else ''}.")
-    lines += [f"- Not here: {text}" for text in known.missing]
+        why = f" ({in_markdown(t.reason)})" if t.reason else ""
+        lines.append(f"- Replay with {in_markdown(t.what)}: {t.outcome}{why}.")
+    lines += [f"- Not here: {in_markdown(text)}" for text in known.missing]
     return lines
 
 
@@ -271,7 +276,7 @@ def _can_run(known: Known) -> bool:
 def _result(known: Known, hypothesis: Hypothesis) -> str:
     """What a replay has said of it so far; a blank before, where one can be run."""
     said = [t.removeprefix(MARK) for t in (*hypothesis.evidence_for, *hypothesis.evidence_against) if t.startswith(MARK)]
-    return f"{'; '.join(said)}." if said else BLANK if _can_run(known) else NO_BATCHES
+    return f"{in_markdown('; '.join(said))}." if said else BLANK if _can_run(known) else NO_BATCHES
 
 
 def _tries(known: Known) -> tuple[Try, ...]:
@@ -289,7 +294,7 @@ def _root_cause(known: Known) -> list[str]:
         return [f"Not known yet. {BLANK}"]
     why = next((text for text in first.evidence_for if not text.startswith(MARK)), "")
     said = f"{first.name}{f' ({why})' if why else ''}: {shown[0].removeprefix(MARK)}."
-    return [f"{said[0].upper()}{said[1:]}", "", f"Confirmed by a person: {BLANK}"]
+    return [in_markdown(said[0].upper() + said[1:]), "", f"Confirmed by a person: {BLANK}"]
 
 
 def _remediation(known: Known) -> list[str]:
@@ -298,14 +303,14 @@ def _remediation(known: Known) -> list[str]:
     if best is not None:
         cost = f", giving up {best.given_up:.1%} of the training there" if best.given_up else ""
         return [
-            f"In the replay the anomaly was gone with {best.what}{cost}.",
+            f"In the replay the anomaly was gone with {in_markdown(best.what)}{cost}.",
             "",
             f"The smallest change that was made: {BLANK}",
         ]
     lines = [f"{BLANK} The smallest change that would do."]
     first = next(iter(known.anomaly.hypotheses), None)
     if first is not None and first.intervention and _can_run(known):
-        lines.append(f"To try first, for {first.name}: {answers.how_to_test(first.intervention)}.")
+        lines.append(f"To try first, for {in_markdown(first.name)}: {in_markdown(answers.how_to_test(first.intervention))}.")
     return lines
 
 
@@ -325,8 +330,8 @@ def _verification(known: Known) -> list[str]:
         over = f"{_number(found.bar)} sigmas of {_number(found.sigma)}{' of its logarithm' if found.by_factor else ''}"
         within = f"stays below {_number(found.limit)} (expected {expected} plus {over})"
     return [
-        f"- Seed: {seed or recorded}; a second one: {BLANK}",
-        f"- Band: {anomaly.series} {within}.",
+        f"- Seed: {in_markdown(seed) or recorded}; a second one: {BLANK}",
+        f"- Band: {in_markdown(anomaly.series)} {in_markdown(within)}.",
         f"- Steps: from {restart} to {last + _EXTRA} with the change, {_EXTRA} past what is recorded here.",
         f"- Result: {BLANK}",
     ]
@@ -337,7 +342,7 @@ def _lesson(known: Known) -> list[str]:
     mover = known.anomaly.first_mover
     if mover is not None and mover[0] != known.anomaly.series and mover[1] < known.anomaly.step:
         early = answers.plural(known.anomaly.step - mover[1], "step")
-        lines.append(f"{mover[0]} had left its band {early} before the anomaly was told.")
+        lines.append(f"{in_markdown(mover[0])} had left its band {early} before the anomaly was told.")
     return lines
 
 
@@ -351,4 +356,5 @@ def _short(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Plain text, but for the blanks in it."""
+    return BLANK.join(in_cell(part) for part in " ".join(text.split()).split(BLANK))

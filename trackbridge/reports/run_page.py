@@ -12,7 +12,7 @@ import numpy as np
 
 from trackbridge import capsule as capsules
 from trackbridge import untrusted
-from trackbridge.answers import now
+from trackbridge.answers import to_do
 from trackbridge.capsule import SpikeCapsule
 from trackbridge.errors import TrackbridgeError
 from trackbridge.history import RunRecord, own_rows
@@ -122,7 +122,7 @@ def actions(
     running = record.status == "running" and not live
     follow = [("Follow the run:", f"trackbridge view {shlex.quote(str(record.path))} --live")] if running else []
     if subject is not None:
-        found = [(now(subject), "")]
+        found = [(to_do(subject), "")]
         if follow:
             found.append(("Its capsule is sealed a few steps after the anomaly.", ""))
         return [*found, *follow]
