@@ -61,6 +61,7 @@ class MlflowConfig(BackendConfig):
     parent: str | None = Field(None, description="the user's run that ours is nested in")
     experiment_id: str | None = Field(None, description="of that run")
     _near: bool = PrivateAttr(False)
+    _anew: bool = PrivateAttr(False)
 
     environment: ClassVar[Mapping[str, str]] = mlflow_calls.ENVIRONMENT
 
@@ -106,6 +107,15 @@ class MlflowConfig(BackendConfig):
         near._near = True
         return near
 
+    @property
+    def keeps(self) -> bool:
+        return self.joined is None  # into a run of the user's another recording may have been written since
+
+    def anew(self, run: RunInfo) -> MlflowConfig:
+        fresh = self.model_copy()
+        fresh._anew = True
+        return fresh
+
     def build(self) -> Backend:
         return MlflowBackend(self)
 
@@ -140,7 +150,7 @@ class MlflowBackend:
     def open(self, run: RunInfo, /) -> int:
         config, uri = self._config, self._config.uri
         theirs = Theirs(config.joined, config.parent, config.experiment_id)
-        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs)
+        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs, anew=config._anew)
         self._held = int(self._run.tags.get(SEQ, "-1"))
         self._series: set[str] = set()
         self._charted, self._laid_out = 0, True

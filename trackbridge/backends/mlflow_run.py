@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, mlflow_view, words
+from trackbridge.backends.base import to_a_new_run
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
@@ -53,12 +54,20 @@ class MlflowRun:
     """Raises what `mlflow_calls.calling` raises. `tags` is the run's tags as far as this object read or wrote them."""
 
     def __init__(
-        self, uri: str, info: RunInfo, experiment: str, artifact_location: str | None, theirs: Theirs | None = None
+        self,
+        uri: str,
+        info: RunInfo,
+        experiment: str,
+        artifact_location: str | None,
+        theirs: Theirs | None = None,
+        *,
+        anew: bool = False,
     ) -> None:
         """Find the run of `info` by its tag, or create it, in the experiment of that name. A run of the user's that was joined
-        stays theirs: its status and its end are not ours to tell."""
+        stays theirs: its status and its end are not ours to tell. `anew`: in the place of a deleted one, too."""
         self.uri, self.info = uri, info
         self._theirs = theirs or Theirs()
+        self._anew = anew
         self.client = mlflow_calls.client(uri)
         with calling(uri):
             self.experiment = self._theirs.experiment or self._experiment(experiment, artifact_location)
@@ -92,13 +101,25 @@ class MlflowRun:
         return str(found.experiment_id)
 
     def _find(self) -> Any:
-        """The run that this recording began: an id may be used again, when the run's directory is gone or elsewhere."""
+        """The run that this recording began: an id may be used again, when the run's directory is gone or elsewhere. Raises
+        `TrackbridgeError` when it is deleted: another one would lack what that has."""
+        from mlflow.entities import ViewType
+
         condition = f"tags.`{RUN_ID}` = '{self.info.run_id}'"
         begun = milliseconds(self.info.created)
         if begun:
             condition += f" and attributes.start_time = {begun}"
-        found = self.client.search_runs([self.experiment], condition, order_by=["start_time ASC"])
-        return found[0] if found else None
+        found = self.client.search_runs([self.experiment], condition, ViewType.ALL, order_by=["start_time ASC"])
+        active = [run for run in found if run.info.lifecycle_stage == "active"]
+        if found and not active and not self._anew:
+            raise self._deleted(found[0].info.run_id)
+        return active[0] if active else None
+
+    def _deleted(self, run_id: str) -> TrackbridgeError:
+        otherwise = "" if self._theirs.joined is not None else f"; else {to_a_new_run(self.info, 'mlflow')}"
+        return TrackbridgeError(
+            f"MLflow run {run_id} is deleted; restore it with: mlflow runs restore --run-id {run_id}{otherwise}"
+        )
 
     def _create(self) -> Any:
         info = self.info
@@ -136,9 +157,7 @@ class MlflowRun:
             with calling(self.uri):
                 stage = self.client.get_run(self.id).info.lifecycle_stage
             if stage != "active":
-                raise TrackbridgeError(
-                    f"MLflow run {self.id} is deleted; restore it with: mlflow runs restore --run-id {self.id}"
-                ) from None
+                raise self._deleted(self.id) from None
             raise
 
     def tag(self, tags: Mapping[str, str]) -> None:

@@ -28,12 +28,12 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from trackbridge import plugins
-from trackbridge.backends import wandb_near, words
-from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends import wandb_near, wandb_trouble, words
+from trackbridge.backends.base import Backend, BackendConfig, to_a_new_run
 from trackbridge.backends.wandb_arrived import EXIT_CODES, Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
 from trackbridge.backends.wandb_fetch import fetch_capsule
-from trackbridge.backends.wandb_process import ClientError, Process, reason
+from trackbridge.backends.wandb_process import ClientError, Process
 from trackbridge.backends.wandb_rows import (
     LONGEST,
     anomaly_facts,
@@ -126,6 +126,13 @@ class WandbConfig(BackendConfig):
         near = self.model_copy()
         near._near = True
         return near
+
+    def anew(self, run: RunInfo) -> WandbConfig:
+        """A run of ours is opened as if for the first time; one that is still there is found by its id. A joined one is the
+        user's to restore."""
+        if self.joined is None:
+            _note(run).unlink(missing_ok=True)
+        return self
 
     def build(self) -> Backend:
         return WandbBackend(self)
@@ -231,7 +238,10 @@ class WandbBackend:
         """Start a client and open the run. Sets what the tracker holds. Raises `RetryLater`."""
         run, config = self._info, self._config
         mode = config.mode or os.environ.get("WANDB_MODE") or None
+        place = [config.base_url, config.entity, config.project_of(run)]
         noted = _noted(run)
+        if noted.get("place", place) != place:  # synced to another project or server since
+            noted = {}
         target = Target(
             folder=str(_folder(run)),
             project=config.project_of(run),
@@ -258,7 +268,9 @@ class WandbBackend:
             opened: Opened = self._process.call("open", target, timeout=min(self._pace.init * 2 + CALL_SECONDS, self._left()))
         except (ClientError, TimeoutError) as error:
             self._drop()
-            raise RetryLater(30.0, f"W&B cannot open the run: {reason(error)}") from None
+            there = "/".join(part for part in (config.entity, target.project, target.run_id) if part)
+            otherwise = "" if config.joined is not None else f"; else {to_a_new_run(run, config.kind)}"
+            raise wandb_trouble.meaning(error, there, otherwise) from None
         self._process.remember(opened.pids)
         if not opened.online and target.mode is None:
             logger.warning(
@@ -268,7 +280,7 @@ class WandbBackend:
         self._online = opened.online
         self._arrived = opened.arrived
         self._answers, self._moved = 0, self._clock()
-        note = {"url": opened.place if opened.online else None, "id": opened.run_id}
+        note = {"url": opened.place if opened.online else None, "id": opened.run_id, "place": place}
         if config.joined is not None:
             note |= self._theirs(noted, opened)
         write_atomic(_note(run), dumps(note).encode())
