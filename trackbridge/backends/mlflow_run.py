@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 import time
@@ -19,7 +20,6 @@ from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory, dumps, storable
 
 RUN_ID = "trackbridge.run_id"
-RECORDING = "trackbridge.recording"
 SEQ = "trackbridge.seq"
 ENDED = "trackbridge.ended_attempt"
 NOTE = "mlflow.note.content"
@@ -80,8 +80,10 @@ class MlflowRun:
         self._rows: dict[str, list[Any]] | None = None
         self._newest: Anomaly | None = None
         self._held: dict[int, str] = {}  # the capsule's artifact by the anomaly's step
+        # Several recordings may have joined a run of the user's: none may take what another left for its own.
+        self.seq_tag, self._ended_tag = f"{SEQ}{self._mark}", f"{ENDED}{self._mark}"
         if self._theirs.joined is not None:
-            self._enter(f"{info.run_id} {milliseconds(info.created)}")
+            self.tag({RUN_ID: info.run_id})  # so that `pull` finds it by our id
 
     def _experiment(self, name: str, artifact_location: str | None) -> str:
         from mlflow.exceptions import MlflowException
@@ -138,14 +140,11 @@ class MlflowRun:
             self.client.set_tag(parent, "trackbridge.companion", made.info.run_id)
         return made
 
-    def _enter(self, recording: str) -> None:
-        """Write into the user's run. What an earlier recording of ours left there is not taken for this one's."""
-        others = self.tags.get(RECORDING, recording) != recording
-        self.tag({
-            RUN_ID: self.info.run_id,  # so that `pull` finds it by our id
-            RECORDING: recording,
-            **({SEQ: "-1", ENDED: "-1"} if others else {}),
-        })  # fmt: skip
+    @property
+    def _mark(self) -> str:
+        """What tags of this recording alone end in."""
+        recording = f"{self.info.run_id} {milliseconds(self.info.created)}".encode()
+        return "" if self._theirs.joined is None else f":{hashlib.blake2b(recording, digest_size=4).hexdigest()}"
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -179,7 +178,7 @@ class MlflowRun:
 
     def begin(self, attempt: int, step: int) -> None:
         """Rows of `attempt` come. Only an attempt after the one that ended makes the run go on."""
-        if self._theirs.joined is None and not self._running and attempt > int(self.tags.get(ENDED, "-1")):
+        if self._theirs.joined is None and not self._running and attempt > int(self.tags.get(self._ended_tag, "-1")):
             with self.calling():
                 self.client.update_run(self.id, status="RUNNING")
             self._running = True
@@ -187,10 +186,10 @@ class MlflowRun:
             self.tag({"trackbridge.attempts": str(attempt + 1), f"trackbridge.attempt.{attempt}": f"from step {step}"})
 
     def end(self, end: RunEnd) -> None:
-        if end.attempt < int(self.tags.get(ENDED, "-1")):
+        if end.attempt < int(self.tags.get(self._ended_tag, "-1")):
             return
         self._views()
-        self.tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
+        self.tag({self._ended_tag: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
         if self._theirs.joined is not None:
             self.tag({"trackbridge.status": end.status})
             return
