@@ -15,7 +15,7 @@ import pytest
 
 from tests.disk import full_disk
 from trackbridge.config import StreamConfig
-from trackbridge.errors import RetryLater
+from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.journal import JournalWriter
 from trackbridge.records import Artifact
 from trackbridge.rundir import RunDirectory
@@ -23,7 +23,7 @@ from trackbridge.shipping.backoff import ASKED_SECONDS, MOST_SECONDS, Backoff
 from trackbridge.shipping.claim import Claim
 from trackbridge.shipping.cursor import Cursor, cursors, first_free_seq
 from trackbridge.shipping.status import statuses
-from trackbridge.shipping.worker import Situation, Worker
+from trackbridge.shipping.worker import STUCK_SECONDS, Situation, Worker
 
 sys.path.insert(0, str(Path(__file__).parent / "flaky"))
 from a_run import ARun
@@ -33,11 +33,15 @@ from flaky_tracker import FlakyConfig, FlakyTracker, read
 class Service:
     """A worker with a clock of its own."""
 
-    def __init__(self, run: ARun, config: FlakyConfig, *, follow: bool = False, over: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, run: ARun, config: FlakyConfig, *, follow: bool = False, over: bool = False, seed: int = 0, anew: bool = False
+    ) -> None:
         self.now = 0.0
         self.situation = Situation(follow=follow, over=over)
         policy = StreamConfig.model_validate(run.directory.read().settings["stream"])
-        self.worker = Worker(config, run.directory, policy, self.situation, clock=lambda: self.now, rng=random.Random(seed))
+        self.worker = Worker(
+            config, run.directory, policy, self.situation, clock=lambda: self.now, rng=random.Random(seed), anew=anew
+        )
         self.delays: list[float] = []
 
     def steps(self, most: int) -> Service:
@@ -277,6 +281,87 @@ def test_retry_later_is_honoured(tmp_path: Path, tracker: Path, monkeypatch: pyt
     assert len(asked) > 3
     assert all(later - earlier >= 120.0 for earlier, later in itertools.pairwise(asked))
     assert Cursor.load(run.directory, "flaky").error == "maintenance"
+
+
+@pytest.mark.parametrize("method", ["open", "write", "close"])
+def test_what_only_a_person_can_mend_ends_a_sync(
+    tmp_path: Path, tracker: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Nothing counts as delivered, and the claim is free for the next one."""
+    run = finished_run(tmp_path / "run")
+
+    def gone(self: FlakyTracker, *_: Any, **__: Any) -> int:
+        raise TrackbridgeError("the run is deleted; restore it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlakyTracker, method, gone)
+        service = Service(run, FlakyConfig(path=tracker)).steps(20)
+        assert service.worker.done
+        service.worker.finish(1.0)
+        assert service.now < 2.0
+    assert Cursor.load(run.directory, "flaky").error == "the run is deleted; restore it"
+    Service(run, FlakyConfig(path=tracker)).to_the_end()
+    assert sorted(step for _, step, _ in rows(tracker)) == list(range(30))
+    assert Cursor.load(run.directory, "flaky").error is None
+
+
+def test_a_run_that_goes_on_asks_a_stuck_tracker_now_and_then_and_lets_a_sync_do_it(
+    tmp_path: Path, tracker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ARun(tmp_path / "run")
+    run.rows(range(10))
+    asked: list[float] = []
+    service = Service(run, FlakyConfig(path=tracker), follow=True)
+
+    def gone(self: FlakyTracker, info: Any, /) -> int:
+        asked.append(service.now)
+        raise TrackbridgeError("the run is deleted; restore it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlakyTracker, "open", gone)
+        service.steps(1000)
+        assert not service.worker.done
+        assert len(asked) >= 3
+        assert all(later - earlier >= STUCK_SECONDS for earlier, later in itertools.pairwise(asked))
+        assert max(service.delays) <= 2.0, "the end of the run is seen soon"
+        run.rows(range(10, 20))
+        run.end()
+        service.situation.over = True
+        before = len(asked)
+        service.steps(5)
+        assert service.worker.done and len(asked) == before + 1
+    service.worker.finish(1.0)
+
+    other = ARun(tmp_path / "other")
+    other.rows(range(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(FlakyTracker, "open", gone)
+        service = Service(other, FlakyConfig(path=tmp_path / "o.jsonl"), follow=True).steps(9)
+    Service(other, FlakyConfig(path=tmp_path / "o.jsonl")).to_the_end()
+    other.rows(range(10, 20))
+    other.end()
+    service.situation.over = True
+    service.to_the_end()
+    assert sorted(step for _, step, _ in rows(tmp_path / "o.jsonl")) == list(range(20))
+
+
+def test_a_tracker_that_keeps_and_has_nothing_any_more_is_not_given_the_rest(
+    tmp_path: Path, tracker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one that does not know (-1 as well) nothing follows."""
+    run = ARun(tmp_path / "run")
+    run.rows(range(10))
+    Service(run, FlakyConfig(path=tracker)).to_the_end()
+    run.rows(range(10, 20))
+    tracker.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(FlakyConfig, "keeps", property(lambda self: True))
+        service = Service(run, FlakyConfig(path=tracker)).steps(20)
+        assert service.worker.done and not tracker.exists()
+        service.worker.finish(1.0)
+        assert "had 10 rows of this run and has none any more" in (Cursor.load(run.directory, "flaky").error or "")
+        Service(run, FlakyConfig(path=tracker), anew=True).to_the_end()
+    assert sorted(step for _, step, _ in rows(tracker)) == list(range(20))
 
 
 def test_back_off_grows_with_jitter_and_resets() -> None:

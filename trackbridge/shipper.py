@@ -74,6 +74,7 @@ class Shipper:
 
     `follow`: wait for what the run still writes. `parent`: the trainer's process id, when this is its child process. `settles`:
     do what a trainer that ended could not do itself (never inside the trainer). `timeout` bounds everything, in seconds.
+    `anew`: deliver all of it again, but for what a tracker says it has.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Shipper:
         timeout: float | None = None,
         on_progress: Callable[[list[BackendStatus]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        anew: bool = False,
     ) -> None:
         self._directory = RunDirectory(run_dir)
         self._configs = {config.kind: config for config in backends}
@@ -104,7 +106,9 @@ class Shipper:
         policy = StreamConfig.model_validate(self._directory.read().settings.get("stream", {}))
         seeds = random.Random(os.urandom(16))
         self._workers = [
-            Worker(config, self._directory, policy, self._situation, clock=clock, rng=random.Random(seeds.random()))
+            Worker(
+                config, self._directory, policy, self._situation, clock=clock, rng=random.Random(seeds.random()), anew=anew
+            )
             for config in backends
         ]
 
@@ -227,9 +231,13 @@ def sync(
     follow: bool = False,
     timeout: float | None = None,
     on_progress: Callable[[list[BackendStatus]], None] | None = None,
+    anew: bool = False,
 ) -> SyncReport:
-    """Deliver what is not delivered yet: to the run's own trackers, or `to` others, which get the whole run.
+    """Deliver what is not delivered yet: to the run's own trackers, or `to` others, which get the whole run. `anew`: go through
+    all of the journal again, for what the tracker has lost; where its run is gone, to a new one.
 
+    A tracker that is away is waited for; one that takes nothing until a person has done something is given up, with what that
+    is in its `BackendStatus.last_error`.
     Works on a copied directory and on another machine. A run whose trainer died gets its capsules sealed and is marked as
     killed; on another host only when its newest record is older than `trackbridge.liveness.STALE_SECONDS`. Raises
     `UsageError` when there is no tracker to deliver to or the directory is read-only, `ReferenceNotFoundError` when there is no
@@ -239,7 +247,9 @@ def sync(
     _check_writable(directory.shipper)
     backends = configured(directory) if to is None else list(to)
     _environment(backends)
-    shipper = Shipper(directory.path, backends, follow=follow, timeout=timeout, on_progress=on_progress, settles=True)
+    shipper = Shipper(
+        directory.path, backends, follow=follow, timeout=timeout, on_progress=on_progress, settles=True, anew=anew
+    )
     shipper.run()
     report = shipper.report()
     if not backends and not (report.sealed or report.killed):

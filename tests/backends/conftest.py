@@ -37,6 +37,7 @@ def wandb_server(wandb_module_server: WandbServer, monkeypatch: pytest.MonkeyPat
         "DATA_DIR": tmp_path / "data",
     }.items():
         monkeypatch.setenv(f"WANDB_{name}", str(value))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for what in ("FILE_STREAM", "GRAPHQL", "FILE_TRANSFER"):
         monkeypatch.setenv(f"WANDB__{what}_RETRY_WAIT_MIN_SECONDS", "1")
     wandb_module_server.start()

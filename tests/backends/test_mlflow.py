@@ -333,6 +333,25 @@ def test_a_deleted_run_is_not_the_records_fault(uri: str, tmp_path: Path) -> Non
         config.build().open(run)
 
 
+def test_two_recordings_that_write_into_one_run_at_once(uri: str, tmp_path: Path) -> None:
+    """What one has delivered says nothing of the other, whoever opened or wrote last."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    theirs = client.create_run(client.create_experiment(str(tmp_path))).info.run_id
+    config = MlflowConfig(tracking_uri=uri, joined=theirs)
+    first = run_info(tmp_path)
+    second = replace(first, run_id="another")
+    one, two = config.build(), config.build()
+    assert (one.open(first), two.open(second)) == (-1, -1)
+    assert two.write(rows(range(3)), timeout=30) == 2
+    assert one.write(rows(range(20)), timeout=30) == 19
+    assert config.build().open(second) == 2
+    assert config.build().open(first) == 19
+    one.close(end(20), timeout=30)
+    assert config.build().open(second) == 2
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_another_recording_of_the_same_id_has_its_own_rows(uri: str, tmp_path: Path, joined: bool) -> None:
     """An id is used again (the run's directory was deleted, or is on another machine), or a second run joins the user's: what

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ from tests.wandb_server import KEY
 from trackbridge import shipper
 from trackbridge.backends.wandb_file import RecordedRun, load
 from trackbridge.errors import RetryLater
+from trackbridge.journal import JournalWriter
 from trackbridge.names import SEQ, STEP
 from trackbridge.rundir import RunDirectory
+from trackbridge.shipping.cursor import first_free_seq
+from trackbridge.testing import rows
 
 if TYPE_CHECKING:
     from tests.wandb_server import WandbServer
@@ -225,6 +229,60 @@ def said_by_them(theirs: Run) -> None:
     assert {theirs.display, theirs.group, theirs.job_type, theirs.notes} == {"mine"}
     assert (theirs.settings()["lr"], theirs.settings()["width"]) == (5, 3)
     assert "trackbridge/created" not in theirs.settings()
+
+
+BOTH_DIE = """
+import os, signal
+for name in ("one", "two"):
+    run = trackbridge.init(backend="wandb", join=True, id=name)
+    if name == "one":
+        run.finish(0.1)
+theirs.finish()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def two_recordings(folder: Path, server: WandbServer) -> tuple[list[Path], list[QuickConfig]]:
+    """Two recordings that joined one run, which has ended, with rows that are still to be delivered."""
+    begin = 'theirs = wandb.init(project="their-project", id="theirs")\n'
+    script(folder, begin + BOTH_DIE, code=-9, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    runs = [folder / "runs" / name for name in ("one", "two")]
+    configs = []
+    for run, many in zip(runs, (40, 30), strict=True):
+        directory = RunDirectory(run)
+        later = JournalWriter(directory.rows(), segment_bytes=1 << 20, fsync_seconds=1e9, floor=first_free_seq(directory))
+        for record in rows(range(many)):
+            later.append(record)
+        later.close()
+        saved = json.loads(directory.file.read_text())["backends"][0]
+        configs.append(QuickConfig.model_validate(saved).model_copy(update={"base_url": server.url}))
+    return runs, configs
+
+
+def test_one_sync_at_a_time_into_a_joined_run(tmp_path: Path, wandb_server: WandbServer) -> None:
+    """Each directory has a claim of its own; two processes in one run of W&B replace each other's rows."""
+    runs, configs = two_recordings(tmp_path, wandb_server)
+    first, second = (config.build() for config in configs)
+    first.open(RunDirectory(runs[0]).info())
+    wandb_server.run("their-project", "theirs").state = "finished"  # as it is shown until the first one's rows are there
+    with pytest.raises(RetryLater, match="another process is writing into the W&B run theirs"):
+        second.open(RunDirectory(runs[1]).info())
+    first.close(None, timeout=5)
+    wandb_server.run("their-project", "theirs").state = "finished"
+    second.open(RunDirectory(runs[1]).info())
+    second.close(None, timeout=5)
+
+
+def test_two_syncs_at_once_into_a_joined_run_lose_nothing(tmp_path: Path, wandb_server: WandbServer) -> None:
+    runs, configs = two_recordings(tmp_path, wandb_server)
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda run, config: shipper.sync(run, [config], timeout=90), runs, configs))
+    assert all(report.complete for report in reports), reports
+    theirs = wandb_server.run("their-project", "theirs")
+    found = [row for row in theirs.history() if "train/loss" in row]
+    of = {mark: [int(row[STEP]) for row in found if marks(row) == [mark]] for row in found for mark in marks(row)}
+    assert sorted(of.values(), key=len) == [[*range(30)], [*range(40)]]
+    assert theirs.state == "finished"
 
 
 @pytest.mark.parametrize(("later", "left"), [("crashed", "finished"), ("failed", "failed")])

@@ -17,7 +17,7 @@ from tests.wandb_server import Stall, WandbServer
 from trackbridge.backends.wandb import WandbBackend
 from trackbridge.backends.wandb_file import load
 from trackbridge.cli import app
-from trackbridge.errors import RetryLater
+from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.records import RunInfo
 from trackbridge.testing import anomaly, artifact, deliver, end, rows
 
@@ -56,7 +56,7 @@ def test_a_server_that_is_away_at_open_is_waited_for(wandb_server: WandbServer, 
 
 def test_a_wrong_key_names_the_fix(wandb_server: WandbServer, run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "wrong" * 8)
-    with pytest.raises(RetryLater, match="wandb login"):
+    with pytest.raises(TrackbridgeError, match="wandb login"):
         QuickConfig(base_url=wandb_server.url).build().open(run)
 
 

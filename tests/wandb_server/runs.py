@@ -48,13 +48,24 @@ class Run:
         return {key: item["value"] for key, item in json.loads(self.config).items() if key != "_wandb"}
 
 
+class RefusalError(Exception):
+    """A GraphQL error that comes with an HTTP status of its own, as W&B sends it. `code` is for its ``extensions``."""
+
+    def __init__(self, status: int, message: str, path: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.path, self.code = status, path, code
+
+
 class Runs:
-    """All runs of the server, and the operations on them. `storage_url` turns a storage path into a URL."""
+    """All runs of the server, and the operations on them. `storage_url` turns a storage path into a URL. The id of a run that
+    was deleted is not free, for as long as there is its project; `closed` are projects in which one may not write."""
 
     def __init__(
         self, storage_url: Callable[[str], str], project: Callable[[str, str], Object], viewer: Callable[[], Object]
     ) -> None:
         self.all: dict[tuple[str, str, str], Run] = {}
+        self.deleted: dict[tuple[str, str, str], Run] = {}
+        self.closed: set[tuple[str, str]] = set()
         self.storage_url, self.project, self.viewer = storage_url, project, viewer
         self.artifacts_of: Callable[[Run], list[Object]] = lambda run: []
         self.artifact: Callable[[str], Object | None] = lambda id: None
@@ -66,15 +77,44 @@ class Runs:
         wanted = json.loads(filters) if filters else {}
         return [run for (e, p, _), run in self.all.items() if (e, p) == (entity, project) and _matches(run, wanted)]
 
+    # -- what people do in the app ------------------------------------------------------------------------------------
+
+    def delete(self, entity: str, project: str, name: str) -> None:
+        key = (entity, project, name)
+        self.deleted[key] = self.all.pop(key)
+
+    def undelete(self, entity: str, project: str, name: str) -> None:
+        key = (entity, project, name)
+        self.all[key] = self.deleted.pop(key)
+
+    def delete_project(self, entity: str, project: str) -> None:
+        for held in (self.all, self.deleted):
+            for key in [key for key in held if key[:2] == (entity, project)]:
+                del held[key]
+
+    def rename_project(self, entity: str, project: str, name: str) -> None:
+        for held in (self.all, self.deleted):
+            for key in [key for key in held if key[:2] == (entity, project)]:
+                run = held.pop(key)
+                run.project = name
+                held[entity, name, run.name] = run
+
     # -- mutations ---------------------------------------------------------------------------------------------------
 
     def upsert(self, given: Object, entity: str) -> Object:
         given = {key: value for key, value in given.items() if value is not None}
         if "id" in given and "name" not in given:
-            run = next(run for run in self.all.values() if run.id == given["id"])
-            inserted = False
+            found = next((run for run in self.all.values() if run.id == given["id"]), None)
+            if found is None:
+                raise RefusalError(404, "run not found during upsertBucket", "upsertBucket")
+            run, inserted = found, False
         else:
             key = (given.get("entityName", entity), given.get("modelName", "uncategorized"), given["name"])
+            if key[:2] in self.closed:
+                raise RefusalError(403, "permission denied", "upsertBucket", "PERMISSION_ERROR")
+            if key in self.deleted:
+                said = f"run {'/'.join(key)} was previously created and deleted; try a new run name"
+                raise RefusalError(409, said, "upsertBucket")
             inserted = key not in self.all
             run = self.all.setdefault(key, Run(*key, display=given["name"]))
         fields = {

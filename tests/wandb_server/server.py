@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 from tests.wandb_server.artifacts import Artifacts
 from tests.wandb_server.faults import Action, Cut, Drop, Fault, Faults, Stall, Status
 from tests.wandb_server.graphql import Executor, Object, connection, node_id
-from tests.wandb_server.runs import NOW, Run, Runs
+from tests.wandb_server.runs import NOW, RefusalError, Run, Runs
 from tests.wandb_server.views import Views
 
 KEY = "local-" + "0" * 40
@@ -80,6 +80,8 @@ class WandbServer:
         """Empty the server; faults are lifted, too."""
         self.faults.clear()
         with self.lock:
+            self.runs.deleted.clear()
+            self.runs.closed.clear()
             for held in (self.runs.all, self.storage, self.artifacts.collections, self.artifacts.versions, self.views.all):
                 held.clear()
 
@@ -191,11 +193,13 @@ class WandbServer:
         with self.lock:
             if path == "/graphql":
                 self.operations[operation] += 1
-                return 200, self._graphql(json.loads(body))
+                return self._graphql(json.loads(body))
             if found := re.fullmatch(r"/files/([^/]+)/([^/]+)/([^/]+)/file_stream", path):
                 run = self.runs.find(*(unquote(part) for part in found.groups()))
                 if run is None:
                     return 404, b'{"error": "run not found"}'
+                if (run.entity, run.project) in self.runs.closed:
+                    return 403, b'{"error": "permission denied"}'
                 return 200, json.dumps(self.runs.stream(run, json.loads(body or b"{}"))).encode()
             if path.startswith("/storage/"):
                 key = unquote(path.removeprefix("/storage/"))
@@ -204,13 +208,18 @@ class WandbServer:
                 return (200, b"" if method == "PUT" else self.storage[key]) if key in self.storage else (404, b"")
         return 404, b'{"error": "no such path"}'
 
-    def _graphql(self, request: Object) -> bytes:
+    def _graphql(self, request: Object) -> tuple[int, bytes]:
         try:
             data = self._executor.run(self._root(), request["query"], request.get("variables"), request.get("operationName"))
-            return json.dumps({"data": data}, allow_nan=False).encode()
-        except Exception as error:
-            self.errors.append(f"{type(error).__name__}: {error}")
-            return json.dumps({"data": None, "errors": [{"message": self.errors[-1]}]}).encode()
+            return 200, json.dumps({"data": data}, allow_nan=False).encode()
+        except RefusalError as refusal:
+            error: Object = {"message": str(refusal), "path": [refusal.path]}
+            if refusal.code is not None:
+                error["extensions"] = {"code": refusal.code}
+            return refusal.status, json.dumps({"errors": [error], "data": {refusal.path: None}}).encode()
+        except Exception as trouble:
+            self.errors.append(f"{type(trouble).__name__}: {trouble}")
+            return 200, json.dumps({"data": None, "errors": [{"message": self.errors[-1]}]}).encode()
 
 
 class _Http(ThreadingHTTPServer):

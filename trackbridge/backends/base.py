@@ -3,6 +3,9 @@
 A backend is used by one thread of the shipper process, never by the training process (unless ``shipping="thread"``). It
 receives records in ascending `seq`, each `Row` already reduced by the stream policy, and answers with the highest `seq` that
 is *safe in the tracker*. It may be asked to write the same records again after a crash: `write` is idempotent in `seq`.
+
+A method raises `TrackbridgeError` when a person must do something before the tracker takes anything (restore a deleted run,
+ask for access): one line that names it. Then ``sync`` ends, and the run's shipper tries again every few minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from trackbridge.records import Record, RunEnd, RunInfo
 
 
 class Backend(Protocol):
-    """A tracker. Methods raise `RetryLater`, `Rejected`, or anything else (back off, then park: the journal keeps all)."""
+    """A tracker. Methods raise `RetryLater`, `Rejected`, `TrackbridgeError` (see the module), or anything else (back off: the
+    journal keeps all)."""
 
     def open(self, run: RunInfo, /) -> int:
         """Create or find the tracker's run. Returns the highest `seq` the tracker is known to hold, -1 if unknown."""
@@ -52,6 +56,11 @@ class BackendConfig(BaseModel):
     values_per_minute: int | None = Field(None, ge=1000)
 
     @property
+    def keeps(self) -> bool:
+        """Whether -1 from `Backend.open` means that the tracker has nothing of the run, rather than that this is not known."""
+        return False
+
+    @property
     def in_process(self) -> bool:
         """Served by a thread of the training process: it speaks to that process's terminal, or to a run the user has open."""
         return False
@@ -80,9 +89,19 @@ class BackendConfig(BaseModel):
         in the journal."""
         return None
 
+    def anew(self, run: RunInfo) -> Self:
+        """This config for delivering all of `run` again (``trackbridge sync --anew``), to a new run where the tracker's is
+        gone. Forgets what was noted of the old one."""
+        return self
+
     def build(self) -> Backend:
         raise NotImplementedError(f"{type(self).__name__}.build")
 
     def where(self, run: RunInfo) -> str | None:
         """How a person looks at this run in the tracker: a URL or a command. None if there is nothing to look at."""
         return None
+
+
+def to_a_new_run(run: RunInfo, kind: str) -> str:
+    """The words for what can be done where the tracker's run is gone."""
+    return f"deliver all of it to a new run: trackbridge sync {run.directory} --to {kind} --anew"

@@ -105,6 +105,13 @@ class EventFile:
             raise
         self._good += written
 
+    def there(self) -> bool:
+        """Whether the file still has its name: readers find it by that."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -29,7 +29,7 @@ from trackbridge.backends import mlflow_calls, mlflow_names
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.backends.mlflow_calls import Refused
 from trackbridge.backends.mlflow_fetch import fetch_capsule
-from trackbridge.backends.mlflow_run import SEQ, MlflowRun, Theirs, milliseconds
+from trackbridge.backends.mlflow_run import MlflowRun, Theirs, milliseconds
 from trackbridge.errors import Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 
@@ -61,6 +61,7 @@ class MlflowConfig(BackendConfig):
     parent: str | None = Field(None, description="the user's run that ours is nested in")
     experiment_id: str | None = Field(None, description="of that run")
     _near: bool = PrivateAttr(False)
+    _anew: bool = PrivateAttr(False)
 
     environment: ClassVar[Mapping[str, str]] = mlflow_calls.ENVIRONMENT
 
@@ -106,6 +107,15 @@ class MlflowConfig(BackendConfig):
         near._near = True
         return near
 
+    @property
+    def keeps(self) -> bool:
+        return self.joined is None  # into a run of the user's another recording may have been written since
+
+    def anew(self, run: RunInfo) -> MlflowConfig:
+        fresh = self.model_copy()
+        fresh._anew = True
+        return fresh
+
     def build(self) -> Backend:
         return MlflowBackend(self)
 
@@ -140,8 +150,8 @@ class MlflowBackend:
     def open(self, run: RunInfo, /) -> int:
         config, uri = self._config, self._config.uri
         theirs = Theirs(config.joined, config.parent, config.experiment_id)
-        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs)
-        self._held = int(self._run.tags.get(SEQ, "-1"))
+        self._run = MlflowRun(uri, run, config.experiment or run.project, config.artifact_location, theirs, anew=config._anew)
+        self._held = int(self._run.tags.get(self._run.seq_tag, "-1"))
         self._series: set[str] = set()
         self._charted, self._laid_out = 0, True
         self._room, self._requests = self.room, 1
@@ -266,7 +276,7 @@ class MlflowBackend:
         from mlflow.entities import RunTag
 
         run = self._run
-        tags = [RunTag(SEQ, str(complete))] if complete > self._held else []
+        tags = [RunTag(run.seq_tag, str(complete))] if complete > self._held else []
         try:
             with run.calling():
                 run.client.log_batch(run.id, metrics=[metric for _, metric in points], tags=tags, synchronous=True)
@@ -292,7 +302,7 @@ class MlflowBackend:
                 run.artifact(record, deadline)
             elif isinstance(record, RunEnd):
                 run.end(record)
-            run.tag({SEQ: str(max(record.seq, self._held))})
+            run.tag({run.seq_tag: str(max(record.seq, self._held))})
         except Refused as error:
             refused[record.seq] = str(error)
         except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trackbridge.backends import exhibits, folders, mlflow_calls, mlflow_names, mlflow_view, words
+from trackbridge.backends.base import to_a_new_run
 from trackbridge.backends.mlflow_calls import Refused, calling
 from trackbridge.errors import RetryLater, TrackbridgeError
 from trackbridge.harmless import in_markdown
@@ -19,7 +21,6 @@ from trackbridge.records import Anomaly, Artifact, Params, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory, dumps, storable
 
 RUN_ID = "trackbridge.run_id"
-RECORDING = "trackbridge.recording"
 SEQ = "trackbridge.seq"
 ENDED = "trackbridge.ended_attempt"
 NOTE = "mlflow.note.content"
@@ -54,12 +55,20 @@ class MlflowRun:
     """Raises what `mlflow_calls.calling` raises. `tags` is the run's tags as far as this object read or wrote them."""
 
     def __init__(
-        self, uri: str, info: RunInfo, experiment: str, artifact_location: str | None, theirs: Theirs | None = None
+        self,
+        uri: str,
+        info: RunInfo,
+        experiment: str,
+        artifact_location: str | None,
+        theirs: Theirs | None = None,
+        *,
+        anew: bool = False,
     ) -> None:
         """Find the run of `info` by its tag, or create it, in the experiment of that name. A run of the user's that was joined
-        stays theirs: its status and its end are not ours to tell."""
+        stays theirs: its status and its end are not ours to tell. `anew`: in the place of a deleted one, too."""
         self.uri, self.info = uri, info
         self._theirs = theirs or Theirs()
+        self._anew = anew
         self.client = mlflow_calls.client(uri)
         with calling(uri):
             self.experiment = self._theirs.experiment or self._experiment(experiment, artifact_location)
@@ -72,8 +81,10 @@ class MlflowRun:
         self._rows: dict[str, list[Any]] | None = None
         self._newest: Anomaly | None = None
         self._held: dict[int, str] = {}  # the capsule's artifact by the anomaly's step
+        # Several recordings may have joined a run of the user's: none may take what another left for its own.
+        self.seq_tag, self._ended_tag = f"{SEQ}{self._mark}", f"{ENDED}{self._mark}"
         if self._theirs.joined is not None:
-            self._enter(f"{info.run_id} {milliseconds(info.created)}")
+            self.tag({RUN_ID: info.run_id})  # so that `pull` finds it by our id
 
     def _experiment(self, name: str, artifact_location: str | None) -> str:
         from mlflow.exceptions import MlflowException
@@ -93,13 +104,25 @@ class MlflowRun:
         return str(found.experiment_id)
 
     def _find(self) -> Any:
-        """The run that this recording began: an id may be used again, when the run's directory is gone or elsewhere."""
+        """The run that this recording began: an id may be used again, when the run's directory is gone or elsewhere. Raises
+        `TrackbridgeError` when it is deleted: another one would lack what that has."""
+        from mlflow.entities import ViewType
+
         condition = f"tags.`{RUN_ID}` = '{self.info.run_id}'"
         begun = milliseconds(self.info.created)
         if begun:
             condition += f" and attributes.start_time = {begun}"
-        found = self.client.search_runs([self.experiment], condition, order_by=["start_time ASC"])
-        return found[0] if found else None
+        found = self.client.search_runs([self.experiment], condition, ViewType.ALL, order_by=["start_time ASC"])
+        active = [run for run in found if run.info.lifecycle_stage == "active"]
+        if found and not active and not self._anew:
+            raise self._deleted(found[0].info.run_id)
+        return active[0] if active else None
+
+    def _deleted(self, run_id: str) -> TrackbridgeError:
+        otherwise = "" if self._theirs.joined is not None else f"; else {to_a_new_run(self.info, 'mlflow')}"
+        return TrackbridgeError(
+            f"MLflow run {run_id} is deleted; restore it with: mlflow runs restore --run-id {run_id}{otherwise}"
+        )
 
     def _create(self) -> Any:
         info = self.info
@@ -118,14 +141,11 @@ class MlflowRun:
             self.client.set_tag(parent, "trackbridge.companion", made.info.run_id)
         return made
 
-    def _enter(self, recording: str) -> None:
-        """Write into the user's run. What an earlier recording of ours left there is not taken for this one's."""
-        others = self.tags.get(RECORDING, recording) != recording
-        self.tag({
-            RUN_ID: self.info.run_id,  # so that `pull` finds it by our id
-            RECORDING: recording,
-            **({SEQ: "-1", ENDED: "-1"} if others else {}),
-        })  # fmt: skip
+    @property
+    def _mark(self) -> str:
+        """What tags of this recording alone end in."""
+        recording = f"{self.info.run_id} {milliseconds(self.info.created)}".encode()
+        return "" if self._theirs.joined is None else f":{hashlib.blake2b(recording, digest_size=4).hexdigest()}"
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -137,9 +157,7 @@ class MlflowRun:
             with calling(self.uri):
                 stage = self.client.get_run(self.id).info.lifecycle_stage
             if stage != "active":
-                raise TrackbridgeError(
-                    f"MLflow run {self.id} is deleted; restore it with: mlflow runs restore --run-id {self.id}"
-                ) from None
+                raise self._deleted(self.id) from None
             raise
 
     def tag(self, tags: Mapping[str, str]) -> None:
@@ -161,7 +179,7 @@ class MlflowRun:
 
     def begin(self, attempt: int, step: int) -> None:
         """Rows of `attempt` come. Only an attempt after the one that ended makes the run go on."""
-        if self._theirs.joined is None and not self._running and attempt > int(self.tags.get(ENDED, "-1")):
+        if self._theirs.joined is None and not self._running and attempt > int(self.tags.get(self._ended_tag, "-1")):
             with self.calling():
                 self.client.update_run(self.id, status="RUNNING")
             self._running = True
@@ -169,10 +187,10 @@ class MlflowRun:
             self.tag({"trackbridge.attempts": str(attempt + 1), f"trackbridge.attempt.{attempt}": f"from step {step}"})
 
     def end(self, end: RunEnd) -> None:
-        if end.attempt < int(self.tags.get(ENDED, "-1")):
+        if end.attempt < int(self.tags.get(self._ended_tag, "-1")):
             return
         self._views()
-        self.tag({ENDED: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
+        self.tag({self._ended_tag: str(end.attempt), **({"trackbridge.error": end.error} if end.error else {})})
         if self._theirs.joined is not None:
             self.tag({"trackbridge.status": end.status})
             return

@@ -24,10 +24,10 @@ from pydantic import field_validator
 
 from trackbridge import plugins, untrusted
 from trackbridge.backends import exhibits, folders, held, words
-from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends.base import Backend, BackendConfig, to_a_new_run
 from trackbridge.backends.eventfile import EventFile
 from trackbridge.backends.eventpack import Packer
-from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater
+from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Histograms, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory
 
@@ -59,6 +59,10 @@ class TensorboardConfig(BackendConfig):
 
     def check(self) -> None:
         plugins.require("tensorboard", "tensorboard")
+
+    @property
+    def keeps(self) -> bool:
+        return True
 
     def build(self) -> Backend:
         return TensorboardBackend(self)
@@ -193,6 +197,10 @@ class TensorboardBackend:
         """Make `ready` durable; `last` is then the highest seq held. Empties `ready`."""
         if not ready:
             return
+        if self._file is not None and not self._file.there():  # what is written to it now is nowhere
+            path = self._file.path
+            self._let_go()
+            raise TrackbridgeError(f"the event file {path} was removed; {to_a_new_run(self._run, self._config.kind)}")
         try:
             if self._file is None:
                 self._file = self._new_file([])

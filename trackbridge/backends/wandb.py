@@ -28,12 +28,12 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from trackbridge import plugins
-from trackbridge.backends import wandb_near, words
-from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends import wandb_near, wandb_trouble, words
+from trackbridge.backends.base import Backend, BackendConfig, to_a_new_run
 from trackbridge.backends.wandb_arrived import EXIT_CODES, Arrived
 from trackbridge.backends.wandb_client import Opened, Pace, Target
 from trackbridge.backends.wandb_fetch import fetch_capsule
-from trackbridge.backends.wandb_process import ClientError, Process, reason
+from trackbridge.backends.wandb_process import ClientError, Process
 from trackbridge.backends.wandb_rows import (
     LONGEST,
     anomaly_facts,
@@ -44,6 +44,7 @@ from trackbridge.backends.wandb_rows import (
     project_name,
     tags,
 )
+from trackbridge.backends.wandb_turn import Turn
 from trackbridge.errors import ConfigError, Rejected, RetryLater
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import dumps, write_atomic
@@ -59,6 +60,8 @@ CALL_SECONDS = 20.0
 LOW = 0.3  # severity up to which an alert is an information
 CALL_VALUES = 20_000
 ARTIFACT_TRIES = 5
+TURN_SECONDS = 1.0
+"""Between looks whether another process has ended that writes into the same joined run."""
 
 
 class WandbConfig(BackendConfig):
@@ -127,6 +130,13 @@ class WandbConfig(BackendConfig):
         near._near = True
         return near
 
+    def anew(self, run: RunInfo) -> WandbConfig:
+        """A run of ours is opened as if for the first time; one that is still there is found by its id. A joined one is the
+        user's to restore."""
+        if self.joined is None:
+            _note(run).unlink(missing_ok=True)
+        return self
+
     def build(self) -> Backend:
         return WandbBackend(self)
 
@@ -146,6 +156,7 @@ class WandbBackend:
         self._pace = pace or Pace()
         self._clock = clock
         self._process: Process | wandb_near.Local | None = None
+        self._turn: Turn | None = None
 
     @property
     def native(self) -> Any:
@@ -167,7 +178,11 @@ class WandbBackend:
         self._deadline = math.inf
         self._met = False
         self._left_with: int | None = None
-        arrived = self._connect()
+        try:
+            arrived = self._connect()
+        except BaseException:
+            self._leave()
+            raise
         self._told.update(arrived.anomalies)
         return min(arrived.rows, arrived.floor)
 
@@ -183,6 +198,7 @@ class WandbBackend:
 
     def close(self, end: RunEnd | None, /, *, timeout: float) -> int:
         if self._process is None:
+            self._leave()
             return self._safe()
         self._end, self._deadline = end, self._clock() + timeout
         try:
@@ -195,6 +211,7 @@ class WandbBackend:
             return self._safe()
         finally:
             self._drop()
+            self._leave()
 
     def _finish(self) -> None:
         """Ask for everything to be sent, and for the run to be marked if this is its end."""
@@ -231,7 +248,10 @@ class WandbBackend:
         """Start a client and open the run. Sets what the tracker holds. Raises `RetryLater`."""
         run, config = self._info, self._config
         mode = config.mode or os.environ.get("WANDB_MODE") or None
+        place = [config.base_url, config.entity, config.project_of(run)]
         noted = _noted(run)
+        if noted.get("place", place) != place:  # synced to another project or server since
+            noted = {}
         target = Target(
             folder=str(_folder(run)),
             project=config.project_of(run),
@@ -253,12 +273,15 @@ class WandbBackend:
             again=self._met,
         )
         self._drop()
+        self._take_turn(target)
         self._process = self._client(run)
         try:
             opened: Opened = self._process.call("open", target, timeout=min(self._pace.init * 2 + CALL_SECONDS, self._left()))
         except (ClientError, TimeoutError) as error:
             self._drop()
-            raise RetryLater(30.0, f"W&B cannot open the run: {reason(error)}") from None
+            there = "/".join(part for part in (config.entity, target.project, target.run_id) if part)
+            otherwise = "" if config.joined is not None else f"; else {to_a_new_run(run, config.kind)}"
+            raise wandb_trouble.meaning(error, there, otherwise) from None
         self._process.remember(opened.pids)
         if not opened.online and target.mode is None:
             logger.warning(
@@ -268,7 +291,7 @@ class WandbBackend:
         self._online = opened.online
         self._arrived = opened.arrived
         self._answers, self._moved = 0, self._clock()
-        note = {"url": opened.place if opened.online else None, "id": opened.run_id}
+        note = {"url": opened.place if opened.online else None, "id": opened.run_id, "place": place}
         if config.joined is not None:
             note |= self._theirs(noted, opened)
         write_atomic(_note(run), dumps(note).encode())
@@ -298,6 +321,20 @@ class WandbBackend:
             return wandb_near.Local(wandb_near.joined(self._config.joined or ""))
         _folder(run).mkdir(parents=True, exist_ok=True)
         return wandb_near.Local() if self._config._near else Process(_folder(run))
+
+    def _take_turn(self, target: Target) -> None:
+        """Where a joined run is taken up again: not while another process does. Held until `close`. Raises `RetryLater`."""
+        if target.own or self._config.in_process or target.mode == "offline":
+            return
+        server = target.base_url or os.environ.get("WANDB_BASE_URL", "")
+        self._turn = self._turn or Turn(server, target.entity or "", target.project, target.run_id)
+        if not self._turn.take():
+            raise RetryLater(TURN_SECONDS, f"another process is writing into the W&B run {target.run_id}; waiting for it")
+
+    def _leave(self) -> None:
+        if self._turn is not None:
+            self._turn.leave()
+            self._turn = None
 
     def _reconnect(self) -> None:
         """A new client for the same run: what the tracker does not have is handed over again."""

@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from trackbridge.backends.wandb_arrived import EXIT_CODES, GOES_ON, Arrived, Off
 from trackbridge.backends.wandb_fetch import KIND
 from trackbridge.backends.wandb_log import Log
 from trackbridge.backends.wandb_rows import CREATED, HistoryRow, Keys
+from trackbridge.backends.wandb_trouble import deleted
 from trackbridge.backends.wandb_views import Published, Survey, View
 from trackbridge.names import ATTEMPT, CATALOGUE, STEP
 from trackbridge.panels import PAGE
@@ -183,10 +185,23 @@ class Client:
         importlib.import_module("wandb.apis.public")
 
     def _init(self, target: Target) -> Any:
+        """A run that was opened before must be there: made anew, it would lack what it had. The id of one that was deleted is
+        not free any more."""
+        if not (target.own and target.new):
+            return self._begin(target, "must")
+        for run_id in (target.run_id, f"{target.run_id}-{int(target.created)}"):
+            try:
+                return self._first(replace(target, run_id=run_id))
+            except self._wandb.errors.Error as error:
+                if not deleted(error):
+                    raise
+            if self._alone:
+                self._wandb.teardown()
+        return self._first(replace(target, run_id=f"{target.run_id}-{int(time.time())}"))
+
+    def _first(self, target: Target) -> Any:
         """In a process of ours a run that was never opened is opened as one that must not be there; only where one is, it is
         asked whose that is. (The service keeps the id of a run that was not opened, and this one can be ended.)"""
-        if not target.own:
-            return self._begin(target, "must")
         if target.new and self._alone:
             try:
                 return self._begin(target, "never")

@@ -23,6 +23,10 @@ def sync(
     to: Annotated[list[str] | None, typer.Option(help="Only this tracker; may be repeated.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on while the run does.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds to try for; default: until everything is delivered.")] = None,
+    anew: Annotated[
+        bool,
+        typer.Option("--anew", help="Deliver everything again that the tracker has not; to a new run where its run is gone."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Deliver what the trackers of a run lack, from its journal. Exit status 1 if something is left."""
@@ -35,7 +39,7 @@ def sync(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console(stderr=True)
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
-        report = shipper.sync(directory, backends, follow=follow, timeout=timeout, on_progress=_advance(progress))
+        report = shipper.sync(directory, backends, follow=follow, timeout=timeout, on_progress=_advance(progress), anew=anew)
     if json:
         emit({**asdict(report), "busy": dict(report.busy), "complete": report.complete})
     else:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trackbridge import redact
-from trackbridge.backends.base import Backend, BackendConfig
+from trackbridge.backends.base import Backend, BackendConfig, to_a_new_run
 from trackbridge.coalesce import Budget
 from trackbridge.config import StreamConfig
-from trackbridge.errors import Rejected, RetryLater
+from trackbridge.errors import Rejected, RetryLater, TrackbridgeError
 from trackbridge.journal import JournalReader
 from trackbridge.records import Anomaly, Artifact, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory
@@ -39,6 +39,8 @@ _WARN_SECONDS = 60.0
 _SAVE_SECONDS = 2.0  # between saves of a cursor that only has a new error to tell
 _CLAIM_SECONDS = 2.0  # between tries to take over from another process
 _LET_GO_SECONDS = 5.0
+_LINE = 600  # characters of an error: a command at its end must be whole
+STUCK_SECONDS = 300.0  # between tries while a person has to do something first
 _FLUSH_SECONDS = 120.0  # without progress and full: let the backend flush by closing it
 
 
@@ -63,7 +65,9 @@ class Worker:
         *,
         clock: Callable[[], float],
         rng: random.Random,
+        anew: bool = False,
     ) -> None:
+        """`anew`: deliver everything again from the journal's beginning, but for what the tracker says it has."""
         self.kind = config.kind
         self.done = False
         self.backend: Backend | None = None
@@ -80,12 +84,16 @@ class Worker:
         self._told: tuple[int, int, str | None] = (-2, 0, None)  # what the cursor's file says
         self._opened: RunInfo | None = None
         self._started = False
+        self._anew = anew
+        self._stuck_until = float("-inf")
         self._cursor = Cursor(self.kind)
         self._pending = Pending()
         self._reader = JournalReader(directory.rows())
 
     def step(self) -> float:
         """Do one thing. Returns how many seconds may pass until the next. Never raises for what a tracker or a disk does."""
+        if self._goes_on and self._clock() < self._stuck_until:
+            return min(self._stuck_until - self._clock(), CONFIRM_SECONDS)
         if not self.claim.held:
             if self.backend is not None:
                 self._let_go()  # the claim was lost: this process was stopped for minutes
@@ -106,6 +114,8 @@ class Worker:
             delay = self._failed(later, at_least=later.after)
         except Rejected as refusal:
             delay = self._refused(refusal)
+        except TrackbridgeError as error:
+            delay = self._stuck(error)
         except (Exception, SystemExit) as error:  # an SDK that wants to end the process ends nothing here
             delay = self._failed(error)
             if self._backoff.failures % _REOPEN_AFTER == 0:
@@ -130,6 +140,11 @@ class Worker:
         rows = self._directory.rows()
         place = self._config.model_dump_json(exclude={"rows_per_minute", "values_per_minute"})
         target = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+        if self._anew:
+            self._config = self._config.anew(self._directory.info())
+            self._cursor = Cursor(self.kind, target)
+            self._cursor.save(self._directory)
+            self._anew = False
         self._cursor = Cursor.load(self._directory, self.kind, target)
         self._dead = DeadLetters(self._directory, self.kind)
         self._starts: dict[int, int] = {}
@@ -227,6 +242,11 @@ class Worker:
             self.backend = self._config.build()
         info = self._info(attempt)
         self._held = operator.index(self.backend.open(info))  # a whole number, whatever a third party gives
+        if self._held < 0 and self._cursor.rows and self._config.keeps:
+            raise TrackbridgeError(
+                f"{self.kind} had {self._cursor.rows} rows of this run and has none any more: put back what was removed there, "
+                f"or {to_a_new_run(info, self.kind)}"
+            )
         self._opened = info
         self._pending.drop(self._held, ended=False)
         self._move()
@@ -299,6 +319,25 @@ class Worker:
         self._warn(f"{self.kind}: {_line(error)}; next try in {delay:.0f} s, {behind} records behind", error)
         return delay
 
+    @property
+    def _goes_on(self) -> bool:
+        """More may come, so there is reason to wait."""
+        return self._situation.follow and not self._situation.over
+
+    def _stuck(self, error: TrackbridgeError) -> float:
+        """Nothing is taken until a person has done something. While the run goes on, ask now and then, without the claim: what
+        they do may be a `sync`. Else that is the end."""
+        self._cursor.error = _line(error)
+        self._warn(f"{self.kind}: {_line(error)}", error)
+        self._let_go()
+        self._save(force=True)
+        if not self._goes_on:
+            self.done = True
+            return 0.0
+        self._stuck_until = self._clock() + STUCK_SECONDS
+        self.claim.release()
+        return CONFIRM_SECONDS
+
     def _let_go(self) -> None:
         """Give up the connection; the next step makes a new one."""
         backend, self.backend, self._opened = self.backend, None, None
@@ -312,7 +351,7 @@ class Worker:
         if self._clock() - self._warned >= _WARN_SECONDS:
             self._warned = self._clock()
             logger.warning("trackbridge: %s", words)
-            if error is not None and not isinstance(error, RetryLater):
+            if error is not None and not isinstance(error, (RetryLater, TrackbridgeError)):
                 logger.info("trackbridge: where %s failed", self.kind, exc_info=error)
 
     def _save(self, *, force: bool = False) -> None:
@@ -336,4 +375,5 @@ def _line(error: BaseException) -> str:
     except Exception:  # its own fault, but delivery goes on
         words = []
     text = words[0] if words else type(error).__name__
-    return redact.text(text if isinstance(error, (RetryLater, Rejected)) else f"{type(error).__name__}: {text}")[:300]
+    ours = isinstance(error, (RetryLater, Rejected, TrackbridgeError))
+    return redact.text(text if ours else f"{type(error).__name__}: {text}")[:_LINE]
