@@ -45,6 +45,8 @@ def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, s
 
 def happened(anomaly: Anomaly) -> str:
     """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
+    if anomaly.fault:
+        return f"{in_markdown(anomaly.terms[0].upper() + anomaly.terms[1:])} (**{in_markdown(anomaly.fault)}**)."
     value = f"**{amount(anomaly.value, anomaly.series)}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
     at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     usual = amount(anomaly.expected, anomaly.series)
@@ -62,7 +64,9 @@ def when(anomaly: Anomaly) -> str:
 
 def how_bad(anomaly: Anomaly) -> str:
     far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
-    if anomaly.terms:
+    if anomaly.fault:
+        far = f"Of severity {anomaly.severity:.2g} out of 1"
+    elif anomaly.terms:
         far = f"**{in_markdown(anomaly.terms[0].upper() + anomaly.terms[1:])}**, of severity {anomaly.severity:.2g} out of 1"
     further = in_markdown(peak(anomaly))
     return f"{far}.{f' {further.capitalize()}.' if further else ''}"
@@ -133,7 +137,7 @@ def moved_first(anomaly: Anomaly) -> str:
         return ""
     if before := moved_before(anomaly):
         return before
-    name = "the loss" if anomaly.series == "train/loss" else anomaly.series
+    name = "the loss" if anomaly.series == "train/loss" else anomaly.fault or anomaly.series
     together = all(step == mover[1] for _, step in anomaly.cascade)
     return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
 

@@ -84,7 +84,7 @@ def post_mortem(of: SpikeCapsule | RunRecord, anomaly: Anomaly | None = None) ->
         _verification(known),
         _lesson(known),
     )
-    lines = [f"# Post-mortem: {in_markdown(told.kind)} at step {told.step} of {in_markdown(known.name)}", ""]
+    lines = [f"# Post-mortem: {in_markdown(told.what)} at step {told.step} of {in_markdown(known.name)}", ""]
     for number, (title, body) in enumerate(zip(SECTIONS, bodies, strict=True), 1):
         lines += [f"## {number}. {title}", "", *body, ""]
     return "\n".join(lines)
@@ -97,7 +97,7 @@ def _symptoms(known: Known) -> list[str]:
     anomaly = known.anomaly
     facts: list[tuple[str, str]] = [
         ("Run", f"{known.run}, attempt {anomaly.attempt}, rank(s) {', '.join(map(str, anomaly.ranks))}"),
-        ("Detected", f"step {anomaly.step}, in {anomaly.series}"),
+        ("Detected", f"step {anomaly.step}, {anomaly.fault or f'in {anomaly.series}'}"),
         ("Onset", f"step {anomaly.onset}"),
         ("Value", _value(anomaly)),
     ]
@@ -122,6 +122,8 @@ def _symptoms(known: Known) -> list[str]:
 
 
 def _value(anomaly: Anomaly) -> str:
+    if anomaly.fault:
+        return anomaly.terms
     value = _number(anomaly.value) if math.isfinite(anomaly.value) else "not finite"
     at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     against = f", {anomaly.against}" if anomaly.terms or math.isfinite(anomaly.expected) else ""
@@ -322,7 +324,9 @@ def _verification(known: Known) -> list[str]:
     recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
     settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
     expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
-    if anomaly.terms:
+    if anomaly.fault:
+        within = f"not told again ({anomaly.fault})"
+    elif anomaly.terms:
         within = f"not told again (it was {_number(anomaly.value)}, {anomaly.terms})"
     elif found is None:
         within = f"stays near {expected}"
