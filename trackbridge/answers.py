@@ -20,6 +20,8 @@ QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do
 FAULTS = (
     "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
 )  # fmt: skip
+UNDER_WAY = "under way: "
+"""What begins a user's rule's note on the fault by name during whose effects it broke."""
 DIAGNOSED = ("spike", "nonfinite", "divergence", "shift", "drift")
 """Kinds of anomalies whose cause is looked for; of others only that of a fault by name."""
 
@@ -98,6 +100,9 @@ def without_cause(anomaly: Anomaly) -> str:
         return f"It is a fault by name, {named[0]}."
     if anomaly.kind in DIAGNOSED:
         return "Its cause is looked for, some steps after the detection; it was not known yet when this was written."
+    under_way = next((note.removeprefix(UNDER_WAY) for note in anomaly.notes if note.startswith(UNDER_WAY)), "")
+    if under_way:
+        return f"A fault by name is under way, {under_way}."
     return f"No cause is looked for in an event of the kind {anomaly.kind}."
 
 
