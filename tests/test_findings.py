@@ -14,7 +14,7 @@ from trackbridge.findings import findings
 
 @pytest.mark.parametrize(("model", "told"), [(nn.Linear(4, 1), False), (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), True)])
 def test_of_a_model_without_parts_no_activation_is_missed(model: nn.Module, told: bool, tmp_path: Path) -> None:
-    """Of one with parts, which do not run in training mode, it is; and nothing is said of a compiler that it may not have met."""
+    """Of one with parts, which do not run in training mode, it is; nothing is said of a compiler that it may not have met."""
     model.eval()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with trackbridge.init(dir=tmp_path) as run:

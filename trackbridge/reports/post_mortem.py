@@ -34,6 +34,10 @@ SECTIONS = (
     "Verification",
     "Lesson",
 )
+TWO_SIGMAS = (
+    "Sigmas in the evidence are of the recorded values just before the onset; the score in section 1 is of the "
+    "detector's own band, in its unit of judgement."
+)
 BLANK = "**[to be filled in]**"
 NO_BATCHES = "none: there are no batches to feed a replay with."
 EMA_STEPS = 50
@@ -238,6 +242,8 @@ def _hypotheses(anomaly: Anomaly) -> list[str]:
         lines.append(f"{place}. **{in_markdown(hypothesis.name)}**{f' (panels: {panels})' if panels else ''}")
         lines += [f"   - for: {in_markdown(text)}" for text in hypothesis.evidence_for]
         lines += [f"   - against: {in_markdown(text)}" for text in hypothesis.evidence_against]
+    if not anomaly.terms and any(" sigmas" in line for line in lines):
+        lines += ["", TWO_SIGMAS]
     return lines
 
 
