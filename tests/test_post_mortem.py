@@ -25,7 +25,7 @@ from trackbridge.replay.keep import keep
 from trackbridge.reports import post_mortem as module
 from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
-from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, NO_BATCHES, SECTIONS, post_mortem
+from trackbridge.reports.post_mortem import _PANELS, _TITLES, BLANK, NO_BATCHES, SECTIONS, TWO_SIGMAS, post_mortem
 from trackbridge.seal import seal
 
 
@@ -56,6 +56,13 @@ def test_names_from_anywhere_change_nothing_of_its_sections(tmp_path: Path) -> N
     text.encode()
     assert re.findall(r"^#.*", text, re.MULTILINE)[1:] == [f"## {k}. {title}" for k, title in enumerate(SECTIONS, 1)]
     assert "<img" not in text and "a\\n\\n## 7. Fake" in text
+
+
+def test_two_distances_of_one_value_are_told_apart(tmp_path: Path) -> None:
+    far = Hypothesis("label-fault", ("at the onset the loss is 66.9 sigmas up",))
+    capsule = load(make(tmp_path / "spike-13"))
+    assert TWO_SIGMAS in section(post_mortem(capsule, an_anomaly(hypotheses=(far,))), 2)
+    assert TWO_SIGMAS not in post_mortem(capsule, an_anomaly(hypotheses=(CORRUPT,)))
 
 
 def test_without_batches_nobody_is_asked_for_the_result_of_a_replay(tmp_path: Path) -> None:

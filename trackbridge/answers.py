@@ -20,6 +20,8 @@ QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do
 FAULTS = (
     "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
 )  # fmt: skip
+UNDER_WAY = "under way: "
+"""What begins a user's rule's note on the fault by name during whose effects it broke."""
 DIAGNOSED = ("spike", "nonfinite", "divergence", "shift", "drift")
 """Kinds of anomalies whose cause is looked for; of others only that of a fault by name."""
 
@@ -45,6 +47,8 @@ def answers(anomaly: Anomaly, commands: Sequence[str] = ()) -> list[tuple[str, s
 
 def happened(anomaly: Anomaly) -> str:
     """``**train/loss** was **9.5** where **2.25** was expected (spike).``"""
+    if anomaly.fault:
+        return f"{in_markdown(anomaly.terms[0].upper() + anomaly.terms[1:])} (**{in_markdown(anomaly.fault)}**)."
     value = f"**{amount(anomaly.value, anomaly.series)}**" if math.isfinite(anomaly.value) else f"not finite ({anomaly.value})"
     at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     usual = amount(anomaly.expected, anomaly.series)
@@ -62,7 +66,9 @@ def when(anomaly: Anomaly) -> str:
 
 def how_bad(anomaly: Anomaly) -> str:
     far = f"**{sigmas(anomaly.score)}** from what was expected" if math.isfinite(anomaly.score) else "Not a finite number"
-    if anomaly.terms:
+    if anomaly.fault:
+        far = f"Of severity {anomaly.severity:.2g} out of 1"
+    elif anomaly.terms:
         far = f"**{in_markdown(anomaly.terms[0].upper() + anomaly.terms[1:])}**, of severity {anomaly.severity:.2g} out of 1"
     further = in_markdown(peak(anomaly))
     return f"{far}.{f' {further.capitalize()}.' if further else ''}"
@@ -94,6 +100,9 @@ def without_cause(anomaly: Anomaly) -> str:
         return f"It is a fault by name, {named[0]}."
     if anomaly.kind in DIAGNOSED:
         return "Its cause is looked for, some steps after the detection; it was not known yet when this was written."
+    under_way = next((note.removeprefix(UNDER_WAY) for note in anomaly.notes if note.startswith(UNDER_WAY)), "")
+    if under_way:
+        return f"A fault by name is under way, {under_way}."
     return f"No cause is looked for in an event of the kind {anomaly.kind}."
 
 
@@ -133,7 +142,7 @@ def moved_first(anomaly: Anomaly) -> str:
         return ""
     if before := moved_before(anomaly):
         return before
-    name = "the loss" if anomaly.series == "train/loss" else anomaly.series
+    name = "the loss" if anomaly.series == "train/loss" else anomaly.fault or anomaly.series
     together = all(step == mover[1] for _, step in anomaly.cascade)
     return f"nothing before {name} itself ({'all ' if together else ''}at step {mover[1]})"
 

@@ -198,7 +198,7 @@ class Lives:
             if self.has(saved, anomaly) and saved.step <= self._over(anomaly):
                 sign = f"after {series} began to move at step {first}"
                 until = "" if anomaly.recovered_after is None else f", over at step {anomaly.onset + anomaly.recovered_after}"
-                return f"was saved {sign}: {anomaly.kind} in {anomaly.series} at step {anomaly.onset}{until}"
+                return f"was saved {sign}: {anomaly.title} at step {anomaly.onset}{until}"
         for step in range(saved.step - 1, saved.step - 1 - RECENT, -1):
             name = self._bad.get((life, step))
             if name is not None:

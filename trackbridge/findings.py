@@ -141,8 +141,10 @@ def silent(record: RunRecord) -> Iterator[Finding]:
     """Modules whose activations stopped coming, or never came."""
     wanted = record.settings.get("activations", {}).get("sites", "blocks")
     sites = [name for name in record.names if name.startswith(ACT) and name.endswith("/rms")]
-    if not sites and wanted not in ("none", []) and "optim/applied" in record.names:
-        advice = "watch before torch.compile runs, or name modules in activations.sites"
+    weights = [name.split("/")[1] for name in record.names if name.startswith("layer/")]
+    one_module = bool(weights) and not any("." in name for name in weights)  # a bare `nn.Linear` has nothing inside to look at
+    if not sites and not one_module and wanted not in ("none", []) and "optim/applied" in record.names:
+        advice = "name modules in activations.sites; a model that is compiled is watched before it first runs"
         yield Finding(0.3, "record", "no activation was seen", advice)
     last = max((int(record.series(name)[0][-1]) for name in ("perf/step_s", "train/loss") if name in record.names), default=0)
     gone = [name for name in sites if last - _seen(record, name) > 100]

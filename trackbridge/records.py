@@ -103,7 +103,27 @@ class Anomaly:
     def updated(self, **changes: Any) -> Anomaly:
         return replace(self, **changes)
 
+    @property
+    def fault(self) -> str:
+        """The name of a fault that no series shows, such as ``repeated-batch``: its note is all that there is to say of it. ""
+        of every other event, a user's rule among them."""
+        end = f": {self.terms}"
+        notes = self.notes if self.kind == "rule" and self.terms else ()
+        return next((note.removesuffix(end) for note in notes if note.endswith(end)), "")
+
+    @property
+    def what(self) -> str:
+        """What it is called: its fault's name, or its kind."""
+        return self.fault or self.kind
+
+    @property
+    def title(self) -> str:
+        """``spike in train/loss``, ``repeated-batch``."""
+        return self.fault or f"{self.kind} in {self.series}"
+
     def __str__(self) -> str:
+        if self.fault:
+            return f"{self.fault} at step {self.step}: {self.terms}"
         at = "" if self.value_step is None else f" at step {self.value_step}"
         return f"{self.kind} in {self.series} at step {self.step}: {self.value:.6g}{at}, {self.against}"
 

@@ -127,3 +127,33 @@ def test_w_and_b_s_summary_tells_the_terms_and_the_step_too() -> None:
     assert (back.terms, back.value_step) == (later.terms, 151)
     old = of_facts("x", {"step": 3})
     assert (old.terms, old.value_step) == ("", None), "as an older version told it"
+
+
+AGAIN = "the batch of step 301 is that of step 300 again"
+REPEAT = anomaly(0, 301).updated(
+    kind="rule", series="data/repeated", value=1.0, expected=0.0, score=1.0, terms=AGAIN, hypotheses=(),
+    first_mover=("data/repeated", 301), cascade=(), notes=("after_resume", f"repeated-batch: {AGAIN}"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        str,
+        words.anomaly_line,
+        lambda found: words.anomaly_markdown(found).partition("- cascade")[0],
+        lambda found: contents.anomalies([found]),
+        lambda found: page_sections._all([found, found]),
+        lambda found: page_sections._name(found),
+        lambda found: " ".join(" ".join(cell) for cell in page_sections._told(found, 1)[:1]),
+    ],
+)
+def test_a_fault_that_no_series_shows_reads_by_its_name(said: Callable[[Anomaly], str]) -> None:
+    text = said(REPEAT)
+    assert "repeated-batch" in text and "rule" not in text and " 1, " not in text
+    own = REPEAT.updated(terms="the rule is x > 5", notes=("rule: x > 5 (x is 6)",))
+    assert own.fault == "" and "rule" in said(own), "a user's rule is one"
+
+
+def test_its_line_is_a_sentence() -> None:
+    assert words.anomaly_line(REPEAT) == f"repeated-batch at step 301: {AGAIN}"

@@ -12,6 +12,7 @@ import torch
 import trackbridge
 from tests.detectors.kit import loss_curve, rows, watch_all
 from tests.detectors.test_level import heavy
+from trackbridge import answers
 from trackbridge.config import DetectionConfig
 from trackbridge.detectors import Watch, detect
 from trackbridge.detectors.aftermath import CAUSE
@@ -233,3 +234,12 @@ def test_a_state_of_a_newer_version_is_taken_for_what_is_known_of_it() -> None:
         kept["anomaly"]["since_then"] = kept["of_late"] = 7
     later.load_state_dict(state)
     assert [a for row in data[203:] for a in watch.update(row)] == [a for row in data[203:] for a in later.update(row)]
+
+
+def test_a_user_s_rule_names_the_fault_that_is_under_way() -> None:
+    rule = DetectionConfig(rules=["train/lr > 0.02 for 3 steps"])
+    found = watch_all(Watch(rule), rows({"train/loss": loss_curve(300), "train/lr": jumped(300)}))
+    (own,) = [event for event in found if event.kind == "rule"]
+    assert answers.without_cause(own).startswith("A fault by name is under way, lr-discontinuity: train/lr rose 30 times")
+    alone = watch_all(Watch(rule), rows({"train/loss": loss_curve(300), "train/lr": np.full(300, 0.03)}))
+    assert answers.without_cause(alone[0]).startswith("No cause is looked for")

@@ -151,7 +151,7 @@ class AlertsBackend:
 
     def _deliver(self, anomaly: Anomaly, number: int) -> bool:
         level = next(name for least, name in _LEVELS if anomaly.severity >= least)
-        title = f"{anomaly.kind} at step {anomaly.step} of {self._run.name}: {anomaly.series}"
+        title = f"{anomaly.what} at step {anomaly.step} of {self._run.name}{'' if anomaly.fault else f': {anomaly.series}'}"
         try:
             address, body = self._addresses[number], self._body(anomaly)
             sent = address.notify(title=title, body=body, notify_type=level, body_format="markdown")

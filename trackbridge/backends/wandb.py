@@ -421,7 +421,7 @@ class WandbBackend:
             self._told.add(anomaly.id)
             usual = "WARN" if anomaly.severity > LOW else "INFO"
             level = "ERROR" if anomaly.kind in ("nonfinite", "divergence") else usual
-            title = f"{anomaly.kind} at step {anomaly.step}: {anomaly.series}"
+            title = f"{anomaly.what} at step {anomaly.step}{'' if anomaly.fault else f': {anomaly.series}'}"
             self._call("alert", title[:64], words.anomaly_markdown(anomaly), level)
 
     # -- confirmations back ------------------------------------------------------------------------------------------

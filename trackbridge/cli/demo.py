@@ -123,7 +123,7 @@ def _live(out: Console, steps: int) -> Iterator[Callable[[int, float, Sequence[A
         bar.update(task, completed=index + 1, loss=loss, line=sparkline(losses, 40))
         for anomaly in anomalies:
             note = f", {answers.peak(anomaly)}" if answers.peak(anomaly) else ""
-            bar.print(f"[red]![/] step {index}: {anomaly.kind} of {anomaly.series} since step {anomaly.onset}{plain(note)}")
+            bar.print(f"[red]![/] step {index}: {anomaly.title} since step {anomaly.onset}{plain(note)}")
         if not out.is_terminal and (index + 1) % (steps // 10) == 0:
             out.print(f"step {index + 1} of {steps}, loss {loss:.3f}")
 

@@ -39,16 +39,16 @@ def _of_run(record: RunRecord, ref: Reference) -> str:
     chosen = _chosen(record, ref.step)
     if ref.step is None:
         several = f", the newest of {len(record.anomalies)}; for another: {ref.where}@STEP" if len(record.anomalies) > 1 else ""
-        _say(f"This is of the {chosen.kind} at step {chosen.step}{several}")
+        _say(f"This is of the {chosen.what} at step {chosen.step}{several}")
     if chosen.capsule is None:  # a kind without one, or it was given up: its notes say so
-        _say(f"Made from the run's record: the {chosen.kind} at step {chosen.step} has no capsule")
+        _say(f"Made from the run's record: the {chosen.what} at step {chosen.step} has no capsule")
         return post_mortem(record, chosen)
     capsule = load(record.path / chosen.capsule)
     own = capsule.anomaly
     if chosen.id == own.id:
         return contents.post_mortem_of(capsule)
     where = f"that one's post-mortem is {record.path / chosen.capsule / contents.POST_MORTEM}"
-    _say(f"Made from the capsule that it shares with the {own.kind} at step {own.step}; {where}")
+    _say(f"Made from the capsule that it shares with the {own.what} at step {own.step}; {where}")
     return post_mortem(capsule, chosen)
 
 
@@ -78,7 +78,7 @@ def _of_capsule(capsule: SpikeCapsule, ref: Reference) -> str:
     other = ref.step not in (None, own.step, own.onset)  # a capsule's own folder is taken whatever the step
     if other or (ref.step is None and ref.kind != LOCAL):
         asked = f", not of step {ref.step}" if other else ""
-        _say(f"This is of the {own.kind} at step {own.step}{asked}")
+        _say(f"This is of the {own.what} at step {own.step}{asked}")
     return contents.post_mortem_of(capsule)
 
 

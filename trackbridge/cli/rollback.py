@@ -49,7 +49,7 @@ def rollback(
         where = "nothing to go back to" if found.checkpoint is None else "go back to"
         out.print(f"{where}: [bold {colour}]{plain(found)}[/]", soft_wrap=True)
         if found.after and found.anomaly is not None:
-            over = f"it was saved when the {found.anomaly.kind} of step {found.anomaly.onset} was over, and has that step in it"
+            over = f"it was saved when the {found.anomaly.what} of step {found.anomaly.onset} was over, and has that step in it"
             other = "no clean checkpoint is from before it" if found.before is None else f"from before it: {found.before}"
             out.print(f"  {plain(over)}; {plain(other)}", soft_wrap=True)
     if found.checkpoint is None:

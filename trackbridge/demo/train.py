@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         def report(index: int, loss: float, anomalies: Sequence[Anomaly]) -> None:
             for anomaly in anomalies:
-                print(f"step {index}: {anomaly.kind} of {anomaly.series} since step {anomaly.onset}", flush=True)
+                print(f"step {index}: {anomaly.title} since step {anomaly.onset}", flush=True)
             if index % 10 == 0:
                 print(f"step {index}: loss {loss:.4f}", flush=True)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trackbridge.answers import FAULTS, UNDER_WAY
 from trackbridge.detectors.aftermath import CAUSE, Owner
 from trackbridge.detectors.band import BandDetector
 from trackbridge.detectors.episodes import Episode
 from trackbridge.detectors.events import Events
 from trackbridge.detectors.monitors import Foreign, Level, Look, Monitor, Sign
+from trackbridge.detectors.monitors.rule import RuleMonitor
 from trackbridge.detectors.units import is_global_gradient, is_loss
 from trackbridge.records import Anomaly, Row
 
@@ -75,7 +77,9 @@ class Faults:
         if (alike := self._alike(name, sign)) is not None:
             alike.seen(sign.note)
             return [alike.refreshed()]
-        episode = self._events.begin(name, row, sign.kind, sign.series, sign, sign.severity, sign.note, terms=sign.terms)
+        under_way = self._under_way(sign.onset) if isinstance(self._monitors[name], RuleMonitor) else ()
+        notes = (sign.note, *under_way)
+        episode = self._events.begin(name, row, sign.kind, sign.series, sign, sign.severity, *notes, terms=sign.terms)
         episode.join([(sign.series, sign.onset, 0)])
         if fault:
             aftermath.begin(name, episode, earliest)
@@ -102,6 +106,12 @@ class Faults:
             self._events.move(episode, name)
         aftermath.moved(episode, step)
         return _explained(episode, sign)
+
+    def _under_way(self, onset: int) -> tuple[str, ...]:
+        """What is said of a user's rule that breaks while the effects of a fault by name go on."""
+        owner = self._events.aftermath.of(onset)
+        known = owner.episode.anomaly.notes if owner is not None else ()
+        return tuple(f"{UNDER_WAY}{note}" for note in known if note.partition(": ")[0] in FAULTS)[:1]
 
     def _alike(self, name: str, sign: Sign) -> Episode | None:
         """The open event of another further detector that tells the same series: one event, however many see it."""

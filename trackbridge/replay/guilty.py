@@ -44,7 +44,7 @@ def skip_plan(capsule: SpikeCapsule, steps: tuple[int, ...] | None = None) -> Sk
                         epoch=micro.epoch,
                         index=None if known else micro.index,
                         sample_ids=micro.sample_ids,
-                        why=f"{capsule.anomaly.kind} at step {capsule.anomaly.onset} of run {capsule.run}, step {step}",
+                        why=f"{capsule.anomaly.what} at step {capsule.anomaly.onset} of run {capsule.run}, step {step}",
                     )
                 )
     return SkipPlan(skips=tuple(skips))

@@ -41,9 +41,9 @@ def anomalies(found: Sequence[Anomaly]) -> str:
     rows = [
         (
             a.onset,
-            f"{a.kind} in {a.series}",
-            f"{a.value:.4g}",
-            f"{a.expected:.4g}",
+            a.title,
+            "" if a.fault else f"{a.value:.4g}",
+            "" if a.fault else f"{a.expected:.4g}",
             " ".join(filter(None, (how_far(a), peak(a)))),
             moved_first(a),
             "" if a.recovered_after is None else a.recovered_after,

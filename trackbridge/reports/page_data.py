@@ -100,7 +100,7 @@ def marks(anomalies: Sequence[Anomaly]) -> list[dict[str, Any]]:
     """Bands in the charts, ascending. "rank": the place among the anomalies given, of which the first stay when there are very
     many."""
     found = [
-        {"from": span(a)[0], "to": span(a)[1], "label": f"{a.kind[:24]} at {a.onset}", "rank": rank}
+        {"from": span(a)[0], "to": span(a)[1], "label": f"{a.what[:24]} at {a.onset}", "rank": rank}
         for rank, a in enumerate(anomalies[:MARKS])
     ]
     return sorted(found, key=lambda mark: (mark["from"], mark["to"]))

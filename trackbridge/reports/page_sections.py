@@ -50,7 +50,7 @@ def body(data: PageData, notes: Sequence[str]) -> Iterator[str]:
 
 def head(data: PageData) -> str:
     subject = data.anomalies[0] if data.anomalies else None
-    badge = f"<span class=badge>{text(subject.kind, 24)}</span>" if subject else '<span class="badge calm">calm</span>'
+    badge = f"<span class=badge>{text(subject.what, 24)}</span>" if subject else '<span class="badge calm">calm</span>'
     tier = data.spikes[0].tier if data.spikes else ""
     chips = f'<span class=chip title="{text(TIERS.get(tier, ""))}">{text(tier)}</span>' if tier else ""
     if data.status:
@@ -84,8 +84,9 @@ def _told(a: Anomaly, count: int) -> list[tuple[str, str, str]]:
     moved = answers.moved_first(a)
     mover = a.first_mover[0] if a.first_mover else "–"
     more = f" The worst of {count:,} anomalies." if count > 1 else ""
+    value = answers.amount(a.value, a.series) if math.isfinite(a.value) else number(a.value)
     return [
-        (what, answers.amount(a.value, a.series) if math.isfinite(a.value) else number(a.value), answers.happened(a)),
+        (what, a.fault or value, answers.happened(a)),
         (when, f"step {a.onset:,}", answers.when(a)),
         (bad, answers.how_far(a), answers.how_bad(a) + more),
         (first, "nothing before it" if moved.startswith("nothing") else mover, answers.first(a)),
@@ -127,7 +128,7 @@ def spikes(data: PageData) -> str:
 
 
 def _name(a: Anomaly) -> str:
-    return f"{a.kind} in {a.series} at step {a.onset}"
+    return f"{a.title} at step {a.onset}"
 
 
 def _inspect(spike: Spike, first: bool) -> str:
@@ -188,7 +189,7 @@ def _all(found: Sequence[Anomaly]) -> str:
     columns = ("onset", "kind", "series", "value", "expected", "how bad", "over after", "first hypothesis")
     rows = [
         (
-            a.onset, a.kind, a.series, a.value, a.expected, answers.how_far(a),
+            a.onset, a.what, a.series, "" if a.fault else a.value, "" if a.fault else a.expected, answers.how_far(a),
             "not so far" if a.recovered_after is None else answers.plural(a.recovered_after, "step"),
             a.hypotheses[0].name if a.hypotheses else "",
         )

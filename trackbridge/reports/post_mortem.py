@@ -34,6 +34,10 @@ SECTIONS = (
     "Verification",
     "Lesson",
 )
+TWO_SIGMAS = (
+    "Sigmas in the evidence are of the recorded values just before the onset; the score in section 1 is of the "
+    "detector's own band, in its unit of judgement."
+)
 BLANK = "**[to be filled in]**"
 NO_BATCHES = "none: there are no batches to feed a replay with."
 EMA_STEPS = 50
@@ -84,7 +88,7 @@ def post_mortem(of: SpikeCapsule | RunRecord, anomaly: Anomaly | None = None) ->
         _verification(known),
         _lesson(known),
     )
-    lines = [f"# Post-mortem: {in_markdown(told.kind)} at step {told.step} of {in_markdown(known.name)}", ""]
+    lines = [f"# Post-mortem: {in_markdown(told.what)} at step {told.step} of {in_markdown(known.name)}", ""]
     for number, (title, body) in enumerate(zip(SECTIONS, bodies, strict=True), 1):
         lines += [f"## {number}. {title}", "", *body, ""]
     return "\n".join(lines)
@@ -97,7 +101,7 @@ def _symptoms(known: Known) -> list[str]:
     anomaly = known.anomaly
     facts: list[tuple[str, str]] = [
         ("Run", f"{known.run}, attempt {anomaly.attempt}, rank(s) {', '.join(map(str, anomaly.ranks))}"),
-        ("Detected", f"step {anomaly.step}, in {anomaly.series}"),
+        ("Detected", f"step {anomaly.step}, {anomaly.fault or f'in {anomaly.series}'}"),
         ("Onset", f"step {anomaly.onset}"),
         ("Value", _value(anomaly)),
     ]
@@ -122,6 +126,8 @@ def _symptoms(known: Known) -> list[str]:
 
 
 def _value(anomaly: Anomaly) -> str:
+    if anomaly.fault:
+        return anomaly.terms
     value = _number(anomaly.value) if math.isfinite(anomaly.value) else "not finite"
     at = "" if anomaly.value_step is None else f" at step {anomaly.value_step}"
     against = f", {anomaly.against}" if anomaly.terms or math.isfinite(anomaly.expected) else ""
@@ -236,6 +242,8 @@ def _hypotheses(anomaly: Anomaly) -> list[str]:
         lines.append(f"{place}. **{in_markdown(hypothesis.name)}**{f' (panels: {panels})' if panels else ''}")
         lines += [f"   - for: {in_markdown(text)}" for text in hypothesis.evidence_for]
         lines += [f"   - against: {in_markdown(text)}" for text in hypothesis.evidence_against]
+    if not anomaly.terms and any(" sigmas" in line for line in lines):
+        lines += ["", TWO_SIGMAS]
     return lines
 
 
@@ -322,7 +330,9 @@ def _verification(known: Known) -> list[str]:
     recorded = "the recorded random state (a replay restores it)" if known.capsule is not None else BLANK
     settings = DetectionConfig.model_validate(known.settings.get("detection", {}))
     expected, found = _number(anomaly.expected), band(anomaly, known.before(anomaly.series), settings)
-    if anomaly.terms:
+    if anomaly.fault:
+        within = f"not told again ({anomaly.fault})"
+    elif anomaly.terms:
         within = f"not told again (it was {_number(anomaly.value)}, {anomaly.terms})"
     elif found is None:
         within = f"stays near {expected}"

@@ -45,7 +45,7 @@ def run_page_data(record: RunRecord, *, live: dict[str, Any] | None = None) -> P
     info, subject = record.info, spikes[0].anomaly if spikes else None
     tables, curves = _ranks(record, subject)
     return PageData(
-        title=f"{subject.kind.capitalize()} in {subject.series} at step {subject.onset}"
+        title=f"{subject.title[0].upper()}{subject.title[1:]} at step {subject.onset}"
         if subject
         else info.name or info.run_id,
         where="/".join(filter(None, (info.project, info.name or info.run_id))),
@@ -144,7 +144,7 @@ def missing(record: RunRecord, found: Sequence[Anomaly], sealed: Container[str])
         lacks.append(f"The journals of {len(absent)} of {record.info.world_size} ranks are not on this disk.")
     for anomaly in found:
         if not anomaly.capsule:
-            lacks.append(f"No capsule of the {anomaly.kind} at step {anomaly.onset}: it cannot be run again from here.")
+            lacks.append(f"No capsule of the {anomaly.what} at step {anomaly.onset}: it cannot be run again from here.")
         elif anomaly.id not in sealed:
             lacks.append(f"The capsule {anomaly.capsule} is not here, or is damaged.")
     for name in (

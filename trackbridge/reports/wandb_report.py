@@ -112,7 +112,7 @@ def five_answers(template: Template, subject: Subject) -> str:
 def title_of(template: Template, subject: Subject) -> str:
     """Without a slash: W&B makes the report's address of it, and its client cannot find a report with one in its title."""
     at = "" if subject.detected is None else f" at step {subject.detected}"
-    what = f": {subject.anomaly.kind} in {subject.anomaly.series}" if subject.anomaly else ("" if not at else ": anomaly")
+    what = f": {subject.anomaly.title}" if subject.anomaly else ("" if not at else ": anomaly")
     said = f"{template.title}{what}{at}" if template.about == "anomaly" else template.title
     of = f" ({subject.name or subject.run_id})" if subject.run_id else ""
     return f"{said}{of}".replace("/", " ").replace("--", "-")[:_TITLE]
