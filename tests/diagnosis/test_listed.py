@@ -56,6 +56,16 @@ def test_weights_that_an_update_took_too_far_are_listed_as_a_stale_second_moment
     assert "stale-second-moment" not in too_far(rate=20.0)
 
 
+@pytest.mark.parametrize(("share", "listed"), [(0.2, True), (0.99, False)])
+def test_of_one_weight_many_elements_are_an_update_and_one_is_a_number(share: float, listed: bool) -> None:
+    story = Story().spike(10, 10.0).gradients(30, 3)
+    weight = "layer/blocks.0.mlp.weight"
+    story.series[f"{weight}/weight_norm"][AT:] *= 3
+    story.series[f"{weight}/weight_max"] = story.series[f"{weight}/weight_norm"] * np.where(STEP < AT, 0.2, share)
+    story.series["act/blocks.0/rms"][AT : AT + 3] *= 3
+    assert ("stale-second-moment" in names(told(every_tenth(story), spike()))) is listed
+
+
 def deepening(factor: float = 1.02, *, few: bool = False) -> tuple[Story, Anomaly]:
     """All weights grow by `factor` a step from the onset on, and with them what the last block puts out and all gradients: one
     measurement of the weights has seen it."""

@@ -7,9 +7,10 @@ import numpy as np
 from trackbridge.diagnosis.onset import in_one_step
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import View, in_steps, number, times
-from trackbridge.diagnosis.weights import changed_together, changed_weight
+from trackbridge.diagnosis.weights import changed_together, changed_weight, largest_share
 
 _TOGETHER = 1.15  # growth of the median weight, beyond its usual one, over some 50 steps
+_MANY_OF_IT = 0.5  # of a weight's norm in one element, below which many elements make it
 _A_LITTLE = 1.08  # the same where the gradients grew too: weights that are measured every ten steps lag behind
 _ROSE = 2.5  # growth of the median gradient
 _STALE = 0.3  # of one between two measurements: less than a decay of 0.9 allows in ten steps
@@ -194,15 +195,17 @@ def stale_second_moment(view: View, case: Case) -> None:
 
 
 def _updated_too_far(view: View, case: Case) -> None:
-    """Several weights changed in one step, and most did not: as by an update of theirs that was too large. The gradients that
-    come of it fill a second moment before it is measured again, so that it may never be seen too small."""
-    moved = changed_together(view)
+    """Few weights changed in one step, in many of their elements: as by an update of theirs that was too large. The gradients
+    that come of it fill a second moment before it is measured again, so that it may never be seen too small."""
+    alone = changed_weight(view)
+    share = largest_share(view, alone[0]) if alone is not None else None
+    moved = [alone[:2]] if alone is not None and share is not None and share < _MANY_OF_IT else changed_together(view)
     adaptive = all(view.before(name.replace("/weight_norm", "/exp_avg_sq_norm"), 1).size for name, _ in moved)
     if not moved or not adaptive or not in_one_step(view) or view.lr_jumped or view.since_resume is not None:
         return
     if not any(name == grown for name, _ in moved for _, grown in view.grown_weights):
-        what = f"{moved[0][0]} {times(moved[0][1])}, {moved[1][0]} {times(moved[1][1])}"
-        case.add(WEAK, f"few weights changed in one step, each by itself or by its own update: {what}")
+        what = " and ".join(f"{name} {times(factor)}" for name, factor in moved[:2])
+        case.add(WEAK, f"{what} in one step, in many elements and others not: by itself or by an update that went too far")
 
 
 @rule("config-change", intervention="rerun")
