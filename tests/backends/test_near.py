@@ -326,6 +326,22 @@ def test_sync_waits_for_a_joined_run_that_goes_on(tmp_path: Path, wandb_server: 
     assert theirs.exit_code is None
 
 
+def test_a_joined_run_that_was_deleted(tmp_path: Path, wandb_server: WandbServer) -> None:
+    """It was theirs, so it is theirs to restore: no run of ours is made in its place."""
+    begin = 'theirs = wandb.init(project="their-project", id="theirs")\n'
+    config = died(tmp_path, begin, "theirs.finish()", WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
+    config = config.model_copy(update={"base_url": wandb_server.url})
+    wandb_server.runs.delete("team", "their-project", "theirs")
+    for anew in (False, True):
+        report = shipper.sync(tmp_path / "runs" / "ours", [config], anew=anew)
+        assert not report.complete and not wandb_server.runs.all
+        said = report.backends[0].last_error or ""
+        assert said.startswith("W&B has no run team/their-project/theirs any more") and "--anew" not in said
+    wandb_server.runs.undelete("team", "their-project", "theirs")
+    assert shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60).complete
+    assert ours(wandb_server.run("their-project", "theirs").history()) == list(range(20))
+
+
 OFFLINE = THEIRS % 'mode="offline", dir="here",'
 WRITTEN = """
 while len([row for row in load(here / "here" / "wandb").history if "train/loss" in row]) < 10:
