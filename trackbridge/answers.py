@@ -12,16 +12,10 @@ from collections.abc import Sequence
 
 from trackbridge import names
 from trackbridge.harmless import as_code, in_markdown
-from trackbridge.records import Anomaly, Hypothesis
+from trackbridge.records import FAULTS, UNDER_WAY, Anomaly, Hypothesis
 
 QUESTIONS = ("What happened", "When", "How bad", "What moved first", "What to do now")
 
-# The names with which a note begins that is a cause (`trackbridge.detectors.monitors`).
-FAULTS = (
-    "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
-)  # fmt: skip
-UNDER_WAY = "under way: "
-"""What begins a user's rule's note on the fault by name during whose effects it broke."""
 DIAGNOSED = ("spike", "nonfinite", "divergence", "shift", "drift")
 """Kinds of anomalies whose cause is looked for; of others only that of a fault by name."""
 

@@ -65,6 +65,14 @@ class Hypothesis:
     of_batch: tuple[str, ...] = ()
 
 
+FAULTS = (
+    "lr-discontinuity", "repeated-batch", "optimizer-state-lost", "stale-second-moment", "fp16-overflow", "hardware-fault",
+)  # fmt: skip
+"""With one of these begins the note of a monitor that knows the cause (`trackbridge.detectors.monitors`)."""
+UNDER_WAY = "under way: "
+"""With this begins the note of a user's rule that broke during the effects of such a fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class Anomaly:
     """Something an engineer would want to be told. Written when detected, again (same `id`) when it is over or sealed.

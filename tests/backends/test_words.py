@@ -11,7 +11,7 @@ from trackbridge.backends import words
 from trackbridge.backends.wandb_rows import anomaly_facts
 from trackbridge.detectors.monitors import learning_rate, loss_scale, optimizer_state, repeats, replicas
 from trackbridge.diagnosis.registry import RULES
-from trackbridge.records import Anomaly
+from trackbridge.records import FAULTS, Anomaly
 from trackbridge.reports import contents, page_sections, post_mortem
 from trackbridge.reports.subject import of_facts
 from trackbridge.scan import plot
@@ -118,7 +118,7 @@ def test_what_is_said_of_a_cause_before_it_is_known_is_true() -> None:
 def test_the_names_of_faults_are_those_of_the_monitors() -> None:
     """And each is a hypothesis' name: what a monitor names is found again in the diagnosis."""
     named = {monitor.FAULT for monitor in (learning_rate, repeats, loss_scale, replicas)}
-    assert set(answers.FAULTS) == named | {optimizer_state.LOST, optimizer_state.STALE} and set(answers.FAULTS) <= set(RULES)
+    assert set(FAULTS) == named | {optimizer_state.LOST, optimizer_state.STALE} and set(FAULTS) <= set(RULES)
 
 
 def test_w_and_b_s_summary_tells_the_terms_and_the_step_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trackbridge.answers import FAULTS, UNDER_WAY
 from trackbridge.detectors.aftermath import CAUSE, Owner
 from trackbridge.detectors.band import BandDetector
 from trackbridge.detectors.episodes import Episode
@@ -12,7 +11,7 @@ from trackbridge.detectors.events import Events
 from trackbridge.detectors.monitors import Foreign, Level, Look, Monitor, Sign
 from trackbridge.detectors.monitors.rule import RuleMonitor
 from trackbridge.detectors.units import is_global_gradient, is_loss
-from trackbridge.records import Anomaly, Row
+from trackbridge.records import FAULTS, UNDER_WAY, Anomaly, Row
 
 _RELEARN = ("lr_restart", "epoch", "batch_size", "sequence_length")
 
