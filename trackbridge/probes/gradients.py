@@ -23,7 +23,7 @@ from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, parted, root_sum, with_gradients
-from trackbridge.probes.subject import Subject, local
+from trackbridge.probes.subject import Members, Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
@@ -177,7 +177,7 @@ class GradientProbe(OfGradients):
             self._nonfinite.write(rows, reduce.nonfinites(gradients, total))
             self._counted[rows] = 1.0
 
-    def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
+    def _gradients(self, parameters: Sequence[Tensor]) -> list[Members]:
         rows, gradients = with_gradients(self._subject.rows(parameters), parameters)
         return alike(*parted([(row, grad) for row, grad in zip(rows, gradients, strict=True) if row is not None]))
 

@@ -24,8 +24,8 @@ from trackbridge.probes.base import Gate
 from trackbridge.probes.layout import world_size
 from trackbridge.probes.reduce import kernels_for
 from trackbridge.probes.room import spare_bytes
-from trackbridge.probes.rows import Group, alike, with_gradients
-from trackbridge.probes.subject import Subject
+from trackbridge.probes.rows import alike, with_gradients
+from trackbridge.probes.subject import Members, Subject
 from trackbridge.records import FloatArray, Histograms
 
 logger = logging.getLogger("trackbridge")
@@ -104,10 +104,10 @@ class HistogramProbe:
 
     def _gradients(self, optimizer: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
-        self._count(GRAD, with_gradients(*self._subject.members(optimizer)), scale)
+        self._count(GRAD, Members(*with_gradients(*self._subject.members(optimizer))), scale)
 
     @torch.no_grad()
-    def _count(self, kind: str, members: Group, scale: Tensor | None = None) -> None:
+    def _count(self, kind: str, members: Members, scale: Tensor | None = None) -> None:
         for rows, tensors in alike(*members):
             device = tensors[0].device
             if device.type == "cpu":

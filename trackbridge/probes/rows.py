@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trackbridge.probes.subject import PLAIN, local
+from trackbridge.probes.subject import PLAIN, Members, local
 from trackbridge.slab import Slab
 
 
@@ -43,24 +43,23 @@ class Rows:
         return self._index[rows]
 
 
-Group: TypeAlias = "tuple[list[int], list[Tensor]]"
 R = TypeVar("R", int, int | None)
 _KIND = attrgetter("device", "dtype", "layout")
 
 
-def alike(rows: Sequence[int], tensors: Sequence[Tensor]) -> list[Group]:
+def alike(rows: Sequence[int], tensors: Sequence[Tensor]) -> list[Members]:
     """Rows and tensors grouped by device and dtype, ready for a multi-tensor operation; left out are complex ones and
     those without memory."""
     kinds = set(map(_KIND, tensors))
     if len(kinds) == 1 and set(map(type, tensors)).issubset(PLAIN):  # as a rule: and then without a look at each by itself
         device, dtype, layout = kinds.pop()
         if layout is torch.strided and dtype.is_floating_point and device.type != "meta" and all(map(Tensor.numel, tensors)):
-            return [(list(rows), list(tensors))]
+            return [Members(list(rows), list(tensors))]
     return _sorted(zip(rows, tensors, strict=True))
 
 
-def _sorted(pairs: Iterable[tuple[int, Tensor]]) -> list[Group]:
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+def _sorted(pairs: Iterable[tuple[int, Tensor]]) -> list[Members]:
+    groups: dict[tuple[torch.device, torch.dtype], Members] = {}
     last: tuple[torch.device, torch.dtype] | None = None
     rows: list[int] = []
     tensors: list[Tensor] = []
@@ -72,7 +71,7 @@ def _sorted(pairs: Iterable[tuple[int, Tensor]]) -> list[Group]:
         kind = tensor.device, tensor.dtype
         if kind != last:
             last = kind
-            rows, tensors = groups.setdefault(kind, ([], []))
+            rows, tensors = groups.setdefault(kind, Members([], []))
         rows.append(row)
         tensors.append(tensor)
     return [group for (_, dtype), group in groups.items() if dtype.is_floating_point]
@@ -86,9 +85,9 @@ def with_gradients(rows: Sequence[R], parameters: Sequence[Tensor]) -> tuple[lis
     return list(rows), [gradient for gradient in gradients if gradient is not None]
 
 
-def parted(pairs: Sequence[tuple[int, Tensor]]) -> Group:
+def parted(pairs: Sequence[tuple[int, Tensor]]) -> Members:
     """Rows and tensors side by side, of pairs of them."""
-    return [row for row, _ in pairs], [tensor for _, tensor in pairs]
+    return Members([row for row, _ in pairs], [tensor for _, tensor in pairs])
 
 
 def root_sum(values: np.ndarray, present: np.ndarray) -> float:

@@ -19,10 +19,10 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class Members(NamedTuple):
-    """Watched parameters and their rows, side by side."""
+    """Parameters, or one tensor of each, and their rows, side by side."""
 
     rows: list[int]
-    parameters: list[Tensor]
+    tensors: list[Tensor]
 
 
 class Subject:

@@ -22,8 +22,8 @@ from trackbridge.config import ParametersConfig
 from trackbridge.probes import cpu, reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.room import spare_bytes
-from trackbridge.probes.rows import Group, Rows, alike, parted, root_sum
-from trackbridge.probes.subject import Subject, local
+from trackbridge.probes.rows import Rows, alike, parted, root_sum
+from trackbridge.probes.subject import Members, Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
@@ -123,17 +123,17 @@ class WeightProbe:
                     self._write(kind, rows, reduce.norms(tensors))
             self._cover("exp_avg", optimizer)
 
-    def _trained(self, optimizer: Any) -> Group:
+    def _trained(self, optimizer: Any) -> Members:
         """Rows and this rank's shards of what `optimizer` trains; some may be empty."""
         rows, parameters = self._subject.members(optimizer)
         if not all(parameter.requires_grad for parameter in parameters):
             rows, parameters = parted([(row, p) for row, p in zip(rows, parameters, strict=True) if p.requires_grad])
-        return rows, list(map(local, parameters))
+        return Members(rows, list(map(local, parameters)))
 
-    def _states(self, optimizer: Any) -> dict[str, Group]:
+    def _states(self, optimizer: Any) -> dict[str, Members]:
         """By kind of moment: rows and states of the parameters that have it."""
         rows, parameters = self._subject.members(optimizer)
-        found: dict[str, Group] = {kind: ([], []) for kind in MOMENTS}
+        found: dict[str, Members] = {kind: Members([], []) for kind in MOMENTS}
         for row, state in zip(rows, map(optimizer.state.get, parameters), strict=True):
             if isinstance(state, Mapping):
                 for kind, (some, tensors) in found.items():
