@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,3 +21,11 @@ def usual_logging() -> None:
     ours = logging.getLogger("trackbridge")
     ours.setLevel(logging.NOTSET)
     ours.disabled = False
+
+
+@pytest.fixture(autouse=True)
+def own_wandb_service() -> Iterator[None]:
+    """wandb's client tells processes that are started later of the service that serves this one: a test's scripts would write
+    through it, where an earlier test has left it."""
+    yield
+    os.environ.pop("WANDB_SERVICE", None)

@@ -46,7 +46,7 @@ def run_until_the_spike(tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
     for line in process.stdout:
         if line.startswith("run "):
             run = Path(line.split(" in ", 1)[1].strip())
-        if ": spike of" in line:
+        if ": spike in" in line:
             return process, run
     raise AssertionError("the demo's trainer ended without a spike")
 

@@ -297,6 +297,7 @@ def test_a_sync_that_was_cut_short_does_not_leave_a_joined_run_crashed(
     cut = config.build()
     cut.open(RunDirectory(tmp_path / "runs" / "ours").info())
     cut._drop()
+    cut._leave()  # as the system does with the process
     theirs.state = later
     report = shipper.sync(tmp_path / "runs" / "ours", [config], timeout=60)
     assert report.complete, report
