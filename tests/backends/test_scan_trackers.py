@@ -133,16 +133,16 @@ def test_a_folder_of_mlflow(loss: np.ndarray, tmp_path: Path, monkeypatch: pytes
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", folder := (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient()
+    client = MlflowClient(folder)  # an earlier test may have told MLflow of another one for good
     name = client.create_run(client.create_experiment("old")).info.run_id
     client.log_batch(name, [Metric("train_loss", float(value), 1000 + i, i) for i, value in enumerate(loss)])
     found_all(scan(f"mlflow:{name}"), "train_loss")
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "other").as_uri())  # MLflow keeps what it opened
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", other := (tmp_path / "other").as_uri())  # MLflow keeps what it opened
     try:
-        MlflowClient()
+        MlflowClient(other)
     except MlflowException:
         for read in (scan, pull):
             with pytest.raises(TrackbridgeError, match="MLFLOW_ALLOW_FILE_STORE=true") as caught:
