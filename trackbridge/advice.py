@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from trackbridge import untrusted
-from trackbridge.answers import INTERVENTIONS, how_to_test
+from trackbridge.answers import INTERVENTIONS, evidence_command, how_to_test
 from trackbridge.capsule import LOCAL, MANIFEST, SpikeCapsule, Tier, parse_manifest
 from trackbridge.errors import CapsuleError
 from trackbridge.records import Anomaly
@@ -29,8 +29,7 @@ def what_to_do(run: Path, anomaly: Anomaly) -> str:
         if intervention not in INTERVENTIONS:  # a third party's own sentence
             return f"{guess}; to test it: {how_to_test(intervention)}"
         return f"{guess}; to test it: trackbridge replay {shlex.quote(str(folder))} {BUILD} --try {intervention}"
-    evidence = f"trackbridge report {shlex.quote(f'{run}@{anomaly.step}')} --post-mortem"
-    return f"{guess}; it cannot be replayed, {_lack(folder, capsule)}; the evidence: {evidence}"
+    return f"{guess}; it cannot be replayed, {_lack(folder, capsule)}; the evidence: {evidence_command(run, anomaly.step)}"
 
 
 def _lack(folder: Path | None, capsule: SpikeCapsule | None) -> str:

@@ -7,8 +7,10 @@ What happened, when, how bad, what moved first, what to do now. Plain Markdown, 
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trackbridge import names
 from trackbridge.harmless import as_code, in_markdown
@@ -98,6 +100,11 @@ def without_cause(anomaly: Anomaly) -> str:
     if under_way:
         return f"A fault by name is under way, {under_way}."
     return f"No cause is looked for in an event of the kind {anomaly.kind}."
+
+
+def evidence_command(directory: str | Path, step: int) -> str:
+    """What to type for the evidence of the anomaly at `step` of the run in `directory`."""
+    return f"trackbridge report {shlex.quote(f'{directory}@{step}')} --post-mortem"
 
 
 def how_to_test(intervention: str) -> str:

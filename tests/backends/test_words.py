@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -157,3 +158,8 @@ def test_a_fault_that_no_series_shows_reads_by_its_name(said: Callable[[Anomaly]
 
 def test_its_line_is_a_sentence() -> None:
     assert words.anomaly_line(REPEAT) == f"repeated-batch at step 301: {AGAIN}"
+
+
+def test_a_command_that_is_advised_can_be_typed_as_it_is() -> None:
+    words = shlex.split(answers.evidence_command("/my runs/it's", 7))
+    assert words == ["trackbridge", "report", "/my runs/it's@7", "--post-mortem"]

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr
 
 from trackbridge import redact
+from trackbridge.answers import evidence_command
 from trackbridge.backends import words
 from trackbridge.backends.base import Backend, BackendConfig
 from trackbridge.errors import ConfigError, Rejected, RetryLater
@@ -166,7 +167,7 @@ class AlertsBackend:
         more = f"\n\n{self._left_out} more anomalies since the last message were not sent one by one." if self._left_out else ""
         where = f"\n\nrun {as_code(self._run.run_id)} of {in_markdown(self._run.project)}, in {as_code(self._run.directory)}"
         # the alert goes out at the detection, and its cause is found later
-        ask = f"trackbridge report {self._run.directory}@{anomaly.step} --post-mortem"
+        ask = evidence_command(self._run.directory, anomaly.step)
         return redact.text(words.anomaly_markdown(anomaly, () if anomaly.hypotheses else (ask,)) + where + more)
 
     def _fail(self, anomaly: Anomaly, failed: Sequence[int]) -> None:

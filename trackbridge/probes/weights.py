@@ -105,17 +105,14 @@ class WeightProbe:
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
         copies = self._copies.pop(id(optimizer), {})
         if self._gate.due(self._weights_every):
-            members = self._trained(optimizer)
-            for rows, tensors in alike(*members):
-                if all(row in copies for row in rows):
-                    self._moved(rows, tensors, copies)
-                else:
-                    pairs = list(zip(rows, tensors, strict=True))
-                    if copied := [pair for pair in pairs if pair[0] in copies]:
-                        self._moved(*parted(copied), copies)
-                    self._change(*parted([pair for pair in pairs if pair[0] not in copies]))
-            if not all(map(Tensor.numel, members[1])):
-                self._seen["update"][[row for row, tensor in zip(*members, strict=True) if not tensor.numel()]] = 1.0
+            members = list(zip(*self._trained(optimizer), strict=True))
+            for rows, tensors in alike(*parted([member for member in members if member[0] in copies])):
+                moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
+                assert moved is not None
+                self._write("update", rows, moved)
+            for rows, tensors in alike(*parted([member for member in members if member[0] not in copies])):
+                self._change(rows, tensors)
+            self._seen["update"][[row for row, tensor in members if not tensor.numel()]] = 1.0
             self._cover("weight", optimizer)
         if self._gate.due(self._moments_every):
             for kind, states in self._states(optimizer).items():
@@ -142,11 +139,6 @@ class WeightProbe:
                         some.append(row)
                         tensors.append(value)
         return found
-
-    def _moved(self, rows: list[int], tensors: list[Tensor], copies: Mapping[int, Tensor]) -> None:
-        moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
-        assert moved is not None
-        self._write("update", rows, moved)
 
     def _change(self, rows: list[int], tensors: list[Tensor], old: list[Tensor] | None = None) -> reduce.Change:
         found = reduce.change(tensors, old)
