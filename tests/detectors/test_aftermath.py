@@ -18,7 +18,7 @@ from trackbridge.detectors import Watch, detect
 from trackbridge.detectors.aftermath import CAUSE
 from trackbridge.detectors.base import Verdict
 from trackbridge.detectors.episodes import Episode
-from trackbridge.records import Anomaly
+from trackbridge.records import Anomaly, Row
 
 AT = 200
 
@@ -140,16 +140,20 @@ def test_the_first_mover_of_a_fault_is_no_series_that_was_out_before_it() -> Non
 LONG, SHORT = ((240, 12, 1.0), (300, 1, 1.2)), ((201, 5, 1.0), (225, 1, 1.2), (251, 2, 1.1), (290, 1, 0.9))
 
 
+def told_whole_and_resumed(data: list[Row], cut: int) -> tuple[list[Anomaly], list[Anomaly]]:
+    """What a watch tells of all rows, and what two tell of which the second takes over at row `cut`."""
+    watch, first, second = Watch(), Watch(), Watch()
+    whole = [a for row in data for a in watch.update(row)]
+    found = [a for row in data[:cut] for a in first.update(row)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    return whole, found + [a for row in data[cut:] for a in second.update(row)]
+
+
 @pytest.mark.parametrize("spikes", [LONG, SHORT])
 @pytest.mark.parametrize("stop", [AT + 1, 203, 215, 226, 245, 252, 280, 291])
 def test_a_restored_watch_goes_on_with_the_same_event(stop: int, spikes: tuple[tuple[int, int, float], ...]) -> None:
     data = rows({"train/loss": raised(*spikes), "train/lr": jumped()})
-    watch = Watch()
-    whole = [a for row in data for a in watch.update(row)]
-    first, second = Watch(), Watch()
-    found = [a for row in data[:stop] for a in first.update(row)]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    found += [a for row in data[stop:] for a in second.update(row)]
+    whole, found = told_whole_and_resumed(data, stop)
     assert found == whole and len({a.id for a in found}) == 1
 
 
@@ -185,12 +189,7 @@ def test_an_event_that_several_hold_is_one_after_a_restore(cut: int) -> None:
     lr[AT + 10 :] *= 30
     loss = raised((AT + 1, 3, 1.0), (AT + 12, 2, 1.1), (AT + 30, 1, 1.2))
     data = rows({"train/loss": loss, "train/lr": lr, "train/loss_scale": scale})
-    watch = Watch()
-    whole = [a for row in data for a in watch.update(row)]
-    first, second = Watch(), Watch()
-    found = [a for row in data[:cut] for a in first.update(row)]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    found += [a for row in data[cut:] for a in second.update(row)]
+    whole, found = told_whole_and_resumed(data, cut)
     assert found == whole
 
 
