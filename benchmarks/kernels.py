@@ -22,6 +22,7 @@ from trackbridge.probes import (
     observe_kernels,
     router_kernels,
 )  # fmt: skip
+from trackbridge.probes.samples import Samples
 
 GPT2_SHAPES = [(50304, 768), (1024, 768)] + 12 * [
     (768,), (768,), (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,),
@@ -32,7 +33,6 @@ def device_ms(call: Callable[[], object], repeats: int = 40) -> float:
     """Median device time of one call, in milliseconds, after a warm-up."""
     for _ in range(3):
         call()
-from trackbridge.probes.samples import Samples
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
