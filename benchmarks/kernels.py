@@ -22,6 +22,7 @@ from trackbridge.probes import (
     observe_kernels,
     router_kernels,
 )  # fmt: skip
+from trackbridge.probes.samples import Samples
 
 GPT2_SHAPES = [(50304, 768), (1024, 768)] + 12 * [
     (768,), (768,), (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,),
@@ -100,11 +101,11 @@ def main() -> None:
     more()
 
     gradients = [torch.randn(shape, device="cuda") for shape in GPT2_SHAPES]
-    old = [g.clone() for g in gradients]
     size = sum(g.nbytes for g in gradients)
     print(f"{len(gradients)} gradients of GPT-2 124M, float32")
     report("summarise: norm, max, non-finite", lambda: kernels.summarise(gradients), size)
-    report("summarise: norm and difference", lambda: kernels.summarise(gradients, old), 2 * size)
+    before = Samples.of(gradients)
+    report("size of an update, of samples", lambda: Samples.of(gradients).distances(before), before.flat.nbytes)
     report("histograms", lambda: histogram_kernels.count(gradients), size)
     factor, total = torch.full((), 0.9999, device="cuda"), torch.ones((), device="cuda")
     report("scale and summarise", lambda: kernels.combine(kernels.scale(gradients, factor, total)), 2 * size)
@@ -116,7 +117,6 @@ def main() -> None:
         lambda: (torch._foreach_norm(gradients, 2), torch._foreach_norm(gradients, float("inf"))),
         2 * size,
     )
-    report("_foreach_copy_", lambda: torch._foreach_copy_(old, gradients), 2 * size)
 
 
 if __name__ == "__main__":

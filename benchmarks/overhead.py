@@ -47,8 +47,9 @@ import trackbridge
 from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
 from trackbridge.probes.outputs import first_tensor
-from trackbridge.probes.site_statistics import SOME, is_large, odd_prime, stride
+from trackbridge.probes.site_statistics import SOME, is_large
 from trackbridge.probes.sites import choose
+from trackbridge.probes.strides import odd_prime, stride
 
 EVERYTHING: dict[str, Any] = {
     "parameters": {"gradients_every": 1, "means_every": 1, "weights_every": 1, "moments_every": 1},
@@ -253,7 +254,8 @@ def bandwidth(device: str) -> float:
 
 
 def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
-    """Bytes of one step that default or full statistics are a function of, each read once, averaged over the cadence."""
+    """Bytes of one step that default or full statistics are a function of, each read once, averaged over the cadence: of
+    gradients, outputs, weights and Adam's two moments. The sample of the weights before the update is not counted."""
     outputs: list[float] = []
     config = ActivationsConfig(**settings.get("activations", {}))
     dear = case.forward is not case.model or not case.data[0].is_cuda
@@ -273,7 +275,7 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
         hook.remove()
     weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
     parameters = {"weights_every": 10, "moments_every": 10, **settings.get("parameters", {})}
-    return weights + 2 * weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + sum(outputs)
+    return weights + weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + sum(outputs)
 
 
 def traced(case: Case, steps: int) -> dict[str, Any]:

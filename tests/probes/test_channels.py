@@ -16,7 +16,7 @@ from tests.probes.kit import Lab, sgd
 from tests.probes.test_activations import Stack, acts, batch, outputs
 from tests.probes.test_moments import CASES, randn
 from trackbridge.probes.channels import Channels, by_channel, squares_on_device, widest
-from trackbridge.probes.site_statistics import odd_prime
+from trackbridge.probes.strides import odd_prime
 
 
 def measure(*parts: Tensor, width: int = 4096) -> float:

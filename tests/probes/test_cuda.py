@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from trackbridge.probes import checksums, graph_kernels, histogram_kernels, kernels, observe_kernels, reduce
 from trackbridge.probes.histograms import count_on_cpu
+from trackbridge.probes.samples import FEW, Samples, sample
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's
@@ -179,25 +180,40 @@ def test_ranges_outside_float32_squares() -> None:
     assert kernels.summarise(tensors)[0].tolist() == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("step", [1e-3, 1e-22, 0.0])
-def test_differences(step: float) -> None:
-    old = [torch.randn(n, device=GPU) * (1.0 if step > 1e-9 else 0.0) for n in (3, 70_000, 200_001)]
-    new = [t + step * torch.randn_like(t) for t in old]
-    norm, peak, bad, moved = reduce.change(new, old)
-    assert moved is not None and not bad.any() and peak.tolist() == [t.abs().max().item() for t in new]
-    assert norm.tolist() == pytest.approx([t.double().norm().item() for t in new], rel=1e-6)
-    exact = [(a.double() - b.double()).norm().item() for a, b in zip(new, old, strict=True)]
-    assert moved.tolist() == pytest.approx(exact, rel=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_samples_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    shapes = [(3,), (70_000,), (768, 2304), (64, 64, 3, 3), (2 * FEW - 1,), (50_257, 64)]
+    old = [torch.randn(shape, device=GPU).to(dtype) for shape in shapes]
+    old[3] = old[3].to(memory_format=torch.channels_last)
+    new = [t + (1e-2 * torch.randn_like(t)).to(dtype) for t in old]
+    before, now = Samples.of(old), Samples.of(new)
+    assert before.counts == Samples.of([t.cpu() for t in old]).counts
+    assert torch.equal(before.flat.cpu(), torch.cat([sample(t.cpu()).to(before.flat.dtype) for t in old]))
+    on_cpu = Samples.of([t.cpu() for t in new]).distances(Samples.of([t.cpu() for t in old]))
+    assert now.distances(before).tolist() == pytest.approx(on_cpu.tolist(), rel=1e-5)
 
 
-def test_a_change_with_elements_that_are_not_finite() -> None:
-    new = [torch.randn(n, device=GPU) for n in (70_000, 3, 70_000)]
-    old = [t - 0.5 for t in new]
-    new[0][[5, 60_000]], new[1][2] = float("nan"), float("inf")
-    found = reduce.change(new, old)
-    assert found.nonfinite.tolist() == [2, 1, 0] and found.peak.isnan().tolist() == [True, False, False]
-    assert found.moved is not None and found.moved[2].item() == pytest.approx(0.5 * math.sqrt(70_000), rel=1e-5)
-    assert reduce.change(new).moved is None
+def test_the_size_of_an_update_waits_for_nothing_and_takes_little() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, device=GPU) for _ in range(16)])
+    weights = sum(p.nbytes for p in model.parameters())
+    lab = Lab(model, optimizer := torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), weights_every=1)
+    for number in range(4):
+        model(torch.ones(2, 1024, device=GPU)).square().mean().backward()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with no_sync() if number > 1 else nullcontext():  # the first steps compile kernels and make states
+            optimizer.step()
+        assert number < 2 or torch.cuda.max_memory_allocated() - before < 0.02 * weights
+        found = lab.close()
+        assert len(layer(found, "update_ratio")) == 32 and "optim/update_ratio" in found
+
+
+def test_a_summary_with_elements_that_are_not_finite() -> None:
+    tensors = [torch.randn(n, device=GPU) for n in (70_000, 3, 70_000)]
+    tensors[0][[5, 60_000]], tensors[1][2] = float("nan"), float("inf")
+    found = reduce.summary(tensors)
+    assert found.nonfinite is not None and found.nonfinite.tolist() == [2, 1, 0]
+    assert found.peak.isnan().tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -256,13 +256,13 @@ def test_two_models_in_one_backward_pass_are_timed_once(ticks: Ticks) -> None:
 def test_our_own_work_is_not_in_the_optimizers_time(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     from trackbridge.probes import reduce
 
-    change = reduce.change
+    summary = reduce.summary
 
-    def slow(new: Any, old: Any = None) -> Any:
+    def slow(tensors: Any, **how: Any) -> Any:
         ticks.now += 100
-        return change(new, old)
+        return summary(tensors, **how)
 
-    monkeypatch.setattr(reduce, "change", slow)
+    monkeypatch.setattr(reduce, "summary", slow)
     model = Stack()
     lab = Lab(model, optimizer := sgd(model))
     train(model, optimizer, None, steps=1)
@@ -279,7 +279,6 @@ def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(moments, "add_on_cpu", broken)
     monkeypatch.setattr(reduce, "summary", broken)
-    monkeypatch.setattr(reduce, "change", broken)
     model = Stack()
     optimizer = sgd(model)
     instruments = Instruments(ParametersConfig(), ActivationsConfig())

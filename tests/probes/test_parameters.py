@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_gradients import Tied, data, layer, linear
 from tests.probes.test_updates import Scaled
-from trackbridge.probes import cpu, reduce
+from trackbridge.probes import cpu
 
 NORM, PEAK, BAD, TOTAL, NONZERO = range(5)
 
@@ -93,18 +93,6 @@ def test_any_numbers_of_any_dtype(lists: list[list[float]], dtype: torch.dtype, 
         agrees(column, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [3, cpu.SMALL + 1, cpu.PIECE + 77])
-@pytest.mark.parametrize("step", [1e-2, 1e-30, 0.0])
-def test_differences(dtype: torch.dtype, size: int, step: float) -> None:
-    old = [(randn(n) * (step != 1e-30)).to(dtype) for n in (size, 5)]  # a step that float32 squares would lose, from 0
-    new = [(t + step * randn(t.numel(), seed=1)).to(dtype) for t in old]
-    found = reduce.change(new, old)
-    exact = [float(np.linalg.norm(a.double().numpy() - b.double().numpy())) for a, b in zip(new, old, strict=True)]
-    assert found.moved is not None and found.moved.tolist() == pytest.approx(exact, rel=1e-5)
-    assert np.array_equal(torch.stack(found[:3]), torch.stack(reduce.change(new)[:3]), equal_nan=True)
-
-
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("by", [0.37, 1e-30])
 def test_what_is_multiplied_on_the_way_has_torchs_bits(sums: bool, by: float) -> None:
@@ -119,11 +107,11 @@ def test_what_is_multiplied_on_the_way_has_torchs_bits(sums: bool, by: float) ->
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     x, y = randn(2_000_000), randn(2_000_000, seed=1)
-    once = cpu.summarise([x], [y]), cpu.summarise([x], sums=True)
+    once = cpu.summarise([x]), cpu.summarise([x], sums=True), cpu.distances(x, y, (1_500_000, 500_000))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        again = cpu.summarise([x], [y]), cpu.summarise([x], sums=True)
+        again = cpu.summarise([x]), cpu.summarise([x], sums=True), cpu.distances(x, y, (1_500_000, 500_000))
     finally:
         torch.set_num_threads(threads)
     assert all(map(np.array_equal, once, again))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trackbridge.probes import cpu, rows
+from trackbridge.probes import rows
 from trackbridge.probes.rows import Rows, alike
 from trackbridge.slab import Field, Slab
 
@@ -62,12 +62,3 @@ def test_tensors_that_are_all_alike_are_grouped_as_any_others(kinds: list[int], 
     assert [some for some, _ in quick] == [some for some, _ in thorough]
     for (_, group), (_, other) in zip(quick, thorough, strict=True):
         assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(group, other, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-def test_a_copy_has_the_bits_and_is_apart(dtype: torch.dtype) -> None:
-    whole = torch.randn(6, 4).to(dtype)
-    given_ = [nn.Parameter(whole), whole.T, whole[::2, 1], whole[0, 0], torch._neg_view(torch.randn(3))]
-    for tensor, copy in zip(given_, cpu.copied(given_), strict=True):
-        assert copy.dtype is tensor.dtype and copy.is_contiguous() and not copy.requires_grad
-        assert torch.equal(copy.double(), tensor.double()) and copy.data_ptr() != tensor.data_ptr()

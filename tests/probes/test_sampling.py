@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_channels import truth
 from trackbridge.probes.channels import channels_last, every
-from trackbridge.probes.site_statistics import stride
+from trackbridge.probes.strides import stride
 
 
 class Whole(nn.Module):

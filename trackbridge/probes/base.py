@@ -94,7 +94,3 @@ class Gate:
         if self.paused or every <= 0:
             return False
         return self.step is None or self.step % (every if always else every * self.rarer) == 0
-
-    def turn(self, every: int) -> int:
-        """How many steps of this cadence came before the current one: 0 at the first step after `watch`."""
-        return 0 if self.step is None else self.step // (every * self.rarer)

@@ -30,7 +30,6 @@ SMALL = 1 << 11  # elements of a tensor that is joined with others
 JOINED = 1 << 15  # elements of those together
 LEAST = 1e-30  # a float32 sum of squares below this may have lost some
 Array = npt.NDArray[Any]
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffers(threading.local):
@@ -109,17 +108,14 @@ def pieces(flat: Tensor, most: int = PIECE) -> Iterator[Array]:
         yield whole[begin : begin + length] if whole is not None else flat[begin : begin + length].float().numpy()
 
 
-def summarise(
-    tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, sums: bool = False, by: float | None = None
-) -> FloatArray:
+def summarise(tensors: Sequence[Tensor], *, sums: bool = False, by: float | None = None) -> FloatArray:
     """One pass over `tensors`, of one dtype, none empty. Float64, shape (r, k).
 
-    Rows: norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements; with `old`, tensors of the
-    same shapes, norms of the differences; or with `sums`, sums, and counts of elements that are not 0. Norms are finite
-    wherever they are as float64. With `by`, contiguous float32 `tensors` are multiplied in place by this float32, and looked
-    at while they are at hand.
+    Rows: norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements; with `sums`, sums, and
+    counts of elements that are not 0. Norms are finite wherever they are as float64. With `by`, contiguous float32 `tensors`
+    are multiplied in place by this float32, and looked at while they are at hand.
     """
-    result = np.zeros((5 if sums else 4 if old is not None else 3, len(tensors)))
+    result = np.zeros((5 if sums else 3, len(tensors)))
     joined, alone = _plan(tuple([tensor.numel() for tensor in tensors]))
     factor = None if by is None else np.float32(by)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -127,24 +123,11 @@ def summarise(
             now = [tensors[i] for i in which]
             if by is not None:
                 torch._foreach_mul_(now, by)
-            before = None if old is None else _join([old[i] for i in which])
-            result[:, which] = _joined(_join(now), starts, before, sums)
+            result[:, which] = _joined(_join(now), starts, sums)
         for i in alone:
             flat = tensors[i].detach().reshape(-1)
-            if sums:
-                result[:, i] = _with_sums(flat, factor)
-            else:
-                result[:, i] = _alone(flat, None if old is None else old[i].reshape(-1), factor)
+            result[:, i] = _with_sums(flat, factor) if sums else _alone(flat, factor)
     return result
-
-
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of `tensors`, contiguous."""
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-    for tensor, copy in zip(tensors, copies, strict=True):
-        word = _WORDS[tensor.element_size()]  # numpy does not know every dtype
-        np.copyto(copy.view(word).numpy(), tensor.detach().resolve_neg().view(word).numpy())
-    return copies
 
 
 def norms(tensors: Sequence[Tensor]) -> FloatArray:
@@ -156,8 +139,16 @@ def norms(tensors: Sequence[Tensor]) -> FloatArray:
             result[which] = np.sqrt(np.add.reduceat(np.square(_join([tensors[i] for i in which])), starts))
         for i in alone:
             flat = tensors[i].reshape(-1)
-            result[i] = math.sqrt(_safely(flat, None, sum(dot(x, x) for x in pieces(flat))))
+            result[i] = math.sqrt(_safely(flat, sum(dot(x, x) for x in pieces(flat))))
     return result
+
+
+def distances(now: Tensor, old: Tensor, counts: Sequence[int]) -> FloatArray:
+    """Norms of the differences of two float32 or float64 vectors, of each of their parts of so many elements."""
+    starts = np.cumsum([0, *counts[:-1]], dtype=np.intp)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        apart = np.subtract(now.numpy(), old.numpy(), dtype=np.float64)
+        return np.asarray(np.sqrt(np.add.reduceat(np.square(apart, out=apart), starts)))
 
 
 def row_squares(matrix: Tensor) -> FloatArray:
@@ -203,33 +194,26 @@ def _join(tensors: Sequence[Tensor]) -> FloatArray:
     return flat.detach().double().numpy()
 
 
-def _joined(x: FloatArray, starts: npt.NDArray[np.intp], old: FloatArray | None, sums: bool) -> FloatArray:
+def _joined(x: FloatArray, starts: npt.NDArray[np.intp], sums: bool) -> FloatArray:
     squares = np.add.reduceat(x * x, starts)
     highs, lows = np.maximum.reduceat(x, starts), np.minimum.reduceat(x, starts)
     fine = np.isfinite(highs).all() and np.isfinite(lows).all()
     bad = np.zeros(len(starts)) if fine else np.add.reduceat((~np.isfinite(x)).astype(np.float64), starts)
     found = [np.sqrt(squares), np.maximum(highs, -lows), bad]
-    if old is not None:
-        found.append(np.sqrt(np.add.reduceat(np.square(x - old), starts)))
-    elif sums:
+    if sums:
         found += [np.add.reduceat(x, starts), np.add.reduceat((x != 0).astype(np.float64), starts)]
     return np.stack(found)
 
 
-def _alone(flat: Tensor, old: Tensor | None, factor: np.float32 | None) -> list[float]:
-    squares = moved = 0.0
+def _alone(flat: Tensor, factor: np.float32 | None) -> list[float]:
+    squares = 0.0
     high, low = -math.inf, math.inf
-    others = iter(()) if old is None else pieces(old)
     for x in pieces(flat):
         if factor is not None:
             np.multiply(x, factor, out=x)
         squares += dot(x, x)
         high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))
-        if old is not None:
-            d = np.subtract(x, next(others), out=buffers.get("difference", len(x), x.dtype))
-            moved += dot(d, d)
-    found = [math.sqrt(_safely(flat, None, squares)), math.nan if math.isnan(squares) else max(high, -low), _bad(flat, squares)]
-    return found if old is None else [*found, math.sqrt(_safely(flat, old, moved))]
+    return [math.sqrt(_safely(flat, squares)), math.nan if math.isnan(squares) else max(high, -low), _bad(flat, squares)]
 
 
 def _with_sums(flat: Tensor, factor: np.float32 | None) -> list[float]:
@@ -247,7 +231,7 @@ def _with_sums(flat: Tensor, factor: np.float32 | None) -> list[float]:
         if not np.logical_and.reduce(other):  # to count takes three times as long
             zeros += n - int(np.count_nonzero(other))
     return [
-        math.sqrt(_safely(flat, None, squares)),
+        math.sqrt(_safely(flat, squares)),
         math.nan if math.isnan(squares) else max(high, -low),
         _bad(flat, squares),
         added if math.isfinite(added) else _sum(flat),
@@ -262,16 +246,13 @@ def _bad(flat: Tensor, squares: float) -> float:
     return float(flat.numel() - sum(np.count_nonzero(np.isfinite(x)) for x in pieces(flat)))
 
 
-def _safely(flat: Tensor, old: Tensor | None, squares: float) -> float:
+def _safely(flat: Tensor, squares: float) -> float:
     """`squares`, or that sum in float64 where float32 may have overflowed or lost something."""
     if LEAST < squares < math.inf or flat.dtype == torch.float64:
         return squares
-    others = None if old is None else pieces(old)
     result = 0.0
     for x in pieces(flat):
         wide = x.astype(np.float64)
-        if others is not None:
-            wide -= next(others)
         result += dot(wide, wide)
     return result
 

@@ -41,11 +41,10 @@ def _finite(x):
 
 
 @triton.jit
-def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr):
-    """Squared norms of `data` and of its difference to `old`, scaled; counts of non-finite elements and of NaN; the sum."""
+def _carefully(data, length, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """Squared norm of `data`, scaled; counts of non-finite elements and of NaN; the sum."""
     lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     size = tl.zeros([ROWS], tl.float32)
-    gap = tl.zeros([ROWS], tl.float32)
     bad = tl.zeros([ROWS], tl.int32)
     nan = tl.zeros([ROWS], tl.int32)
     for begin in range(0, length, ROWS * VECTOR):
@@ -54,28 +53,17 @@ def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR:
         size = tl.maximum(size, tl.max(tl.where(_finite(x), tl.abs(x), 0.0), 1))
         bad += tl.sum(tl.where(_finite(x), 0, 1), 1)
         nan += tl.sum(tl.where(x == x, 0, 1), 1)
-        if OLD:
-            d = tl.abs(x - tl.load(old + begin + lane, mask=inside, other=0.0).to(tl.float32))
-            gap = tl.maximum(gap, tl.max(tl.where(_finite(d), d, 0.0), 1))
     scale = power_of_two(tl.max(size, 0))
-    step = power_of_two(tl.max(gap, 0))
     squares = tl.zeros([ROWS], tl.float32)
-    moved = tl.zeros([ROWS], tl.float32)
     added = tl.zeros([ROWS], tl.float32)
     for begin in range(0, length, ROWS * VECTOR):
         inside = begin + lane < length
-        x = tl.load(data + begin + lane, mask=inside, other=0.0).to(tl.float32)
-        scaled = x / scale
+        scaled = tl.load(data + begin + lane, mask=inside, other=0.0).to(tl.float32) / scale
         squares += tl.sum(scaled * scaled, 1)
         added += tl.sum(scaled, 1)
-        if OLD:
-            d = (x - tl.load(old + begin + lane, mask=inside, other=0.0).to(tl.float32)) / step
-            moved += tl.sum(d * d, 1)
     scale64 = scale.to(tl.float64)
-    step64 = step.to(tl.float64)
     return (
         tl.sum(squares, 0).to(tl.float64) * scale64 * scale64,
-        tl.sum(moved, 0).to(tl.float64) * step64 * step64,
         tl.sum(bad, 0),
         tl.sum(nan, 0),
         tl.sum(added, 0).to(tl.float64) * scale64,
@@ -84,12 +72,12 @@ def _carefully(data, old, length, OLD: tl.constexpr, ROWS: tl.constexpr, VECTOR:
 
 @triton.jit
 def _summarise(
-    pointers, others, sizes, owners, chunks, partials, factor, total, programs,
-    DTYPE: tl.constexpr, OLD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    pointers, sizes, owners, chunks, partials, factor, total, programs,
+    DTYPE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. Partial results: squared norm; largest element; count of non-finite elements; sum, or with OLD the squared
-    norm of the difference; count of elements that are not 0, not with OLD.
+    """One chunk. Partial results: squared norm; largest element; count of non-finite elements; sum; count of elements that are
+    not 0.
 
     GATED: nothing is read where `total` is finite. SCALED: the tensor is multiplied by `factor`; the results are those of the
     product, but the count is of the elements before it, and they are looked at only where `total` is not finite.
@@ -108,10 +96,8 @@ def _summarise(
     begin = tl.load(chunks + program).to(tl.int64) * CHUNK
     length = tl.minimum(tl.load(sizes + tensor) - begin, CHUNK).to(tl.int32)
     data = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE)) + begin
-    old = tl.load(others + tensor).to(tl.pointer_type(DTYPE)) + begin
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-        old = tl.multiple_of(old, 16)
     lane = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
     by = 1.0
@@ -119,14 +105,12 @@ def _summarise(
     if SCALED:
         by = tl.load(factor).to(tl.float32)
         if not fine:
-            _, _, bads, _, _ = _carefully(data, old, length, False, ROWS, VECTOR)
+            _, bads, _, _ = _carefully(data, length, ROWS, VECTOR)
             tl.debug_barrier()
     changes = by != 1.0
 
     squares = tl.zeros([ROWS], tl.float32)
-    moved = tl.zeros([ROWS], tl.float32)
     largest = tl.zeros([ROWS], tl.float32)
-    gap = tl.zeros([ROWS], tl.float32)
     added = tl.zeros([ROWS, VECTOR], tl.float32)  # to sum what was just loaded fails in Triton 3.6's compiler
     nonzero = tl.zeros([ROWS], tl.int32)
     whole = length // BLOCK
@@ -140,13 +124,8 @@ def _summarise(
             x = product.to(tl.float32)
         squares += tl.sum(x * x, 1)
         largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-        if OLD:
-            d = x - tl.load(old + at).to(tl.float32)
-            moved += tl.sum(d * d, 1)
-            gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
-        else:
-            added += x
-            nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
+        added += x
+        nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
     if whole * BLOCK < length:
         at = whole * BLOCK + lane
         inside = at < length
@@ -158,13 +137,8 @@ def _summarise(
             x = tl.where(inside, product.to(tl.float32), 0.0)
         squares += tl.sum(x * x, 1)
         largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-        if OLD:
-            d = x - tl.load(old + at, mask=inside, other=0.0).to(tl.float32)
-            moved += tl.sum(d * d, 1)
-            gap = tl.maximum(gap, tl.max(tl.abs(d), 1))
-        else:
-            added += x
-            nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
+        added += x
+        nonzero += tl.sum(tl.where(x == 0, 0, 1), 1)
 
     square = tl.sum(squares, 0).to(tl.float64)
     largest_of_all = tl.max(largest, 0)
@@ -172,28 +146,22 @@ def _summarise(
     if largest_of_all < SMALL and largest_of_all > 0:
         risky = True
     peak = largest_of_all.to(tl.float64)
-    other = tl.sum(tl.sum(added, 1).to(tl.float64), 0)
-    if OLD:
-        other = tl.sum(moved, 0).to(tl.float64)
-        widest = tl.max(gap, 0)
-        if (other < float("inf")) == 0 or (widest < SMALL and widest > 0):
-            risky = True
+    sum_of_all = tl.sum(tl.sum(added, 1).to(tl.float64), 0)
     if risky:
         tl.debug_barrier()
-        square, apart, bad, nan, carefully_added = _carefully(data, old, length, OLD, ROWS, VECTOR)
+        square, bad, nan, sum_of_all = _carefully(data, length, ROWS, VECTOR)
         peak = tl.where(nan > 0, float("nan"), peak)
-        other = apart if OLD else carefully_added
         if not SCALED:
             bads = bad
     tl.store(partials + program, square)
     tl.store(partials + programs + program, peak)
     tl.store(partials + 2 * programs + program, bads.to(tl.float64))
-    tl.store(partials + 3 * programs + program, other)
+    tl.store(partials + 3 * programs + program, sum_of_all)
     tl.store(partials + 4 * programs + program, tl.sum(nonzero, 0).to(tl.float64))
 
 
 @triton.jit
-def _combine(firsts, counts, partials, result, tensors, programs, OLD: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(firsts, counts, partials, result, tensors, programs, BLOCK: tl.constexpr):
     """One program for each tensor, always in the same order."""
     tensor = tl.program_id(0)
     count = tl.load(counts + tensor)
@@ -201,7 +169,7 @@ def _combine(firsts, counts, partials, result, tensors, programs, OLD: tl.conste
     squares = tl.zeros([BLOCK], tl.float64)
     largest = tl.zeros([BLOCK], tl.float64)
     bad = tl.zeros([BLOCK], tl.float64)
-    other = tl.zeros([BLOCK], tl.float64)
+    added = tl.zeros([BLOCK], tl.float64)
     nonzero = tl.zeros([BLOCK], tl.float64)
     hidden = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
@@ -212,15 +180,12 @@ def _combine(firsts, counts, partials, result, tensors, programs, OLD: tl.conste
         hidden += tl.where(peak == peak, 0, 1)
         largest = tl.maximum(largest, tl.where(peak == peak, peak, 0.0))
         bad += tl.load(place + 2 * programs + which, mask=inside, other=0.0)
-        other += tl.load(place + 3 * programs + which, mask=inside, other=0.0)
+        added += tl.load(place + 3 * programs + which, mask=inside, other=0.0)
         nonzero += tl.load(place + 4 * programs + which, mask=inside, other=0.0)
     tl.store(result + tensor, tl.sqrt(tl.sum(squares, 0)))
     tl.store(result + tensors + tensor, tl.where(tl.sum(hidden, 0) > 0, float("nan"), tl.max(largest, 0)))
     tl.store(result + 2 * tensors + tensor, tl.sum(bad, 0))
-    if OLD:
-        tl.store(result + 3 * tensors + tensor, tl.sqrt(tl.sum(other, 0)))
-    else:
-        tl.store(result + 3 * tensors + tensor, tl.sum(other, 0))
+    tl.store(result + 3 * tensors + tensor, tl.sum(added, 0))
     tl.store(result + 4 * tensors + tensor, tl.sum(nonzero, 0))
 
 
@@ -284,14 +249,13 @@ class Table:
         firsts = np.concatenate(([0], np.cumsum(counts)))
         self.programs = int(firsts[-1])
         self.tensors = len(sizes)
-        self.sizes = _upload(sizes, torch.int64, device)
-        self.owners = _upload(np.repeat(np.arange(len(sizes)), counts), torch.int32, device)
-        self.chunks = _upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
-        self.firsts = _upload(firsts[:-1], torch.int32, device)
-        self.counts = _upload(counts, torch.int32, device)
+        self.sizes = upload(sizes, torch.int64, device)
+        self.owners = upload(np.repeat(np.arange(len(sizes)), counts), torch.int32, device)
+        self.chunks = upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
+        self.firsts = upload(firsts[:-1], torch.int32, device)
+        self.counts = upload(counts, torch.int32, device)
         self.partials = torch.empty(5 * self.programs, dtype=torch.float64, device=device)
         self.chunk = CHUNK
-        self.differs = False  # the partials are of tensors and of their differences to others
 
 
 @lru_cache(maxsize=64)
@@ -305,7 +269,7 @@ def table_of(tensors: Sequence[Tensor]) -> Table:
 
 @lru_cache(maxsize=64)
 def _pointers(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    return _upload(pointers, torch.int64, device)
+    return upload(pointers, torch.int64, device)
 
 
 def pointers_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -313,22 +277,20 @@ def pointers_of(tensors: Sequence[Tensor]) -> Tensor:
     return _pointers(tuple([tensor.data_ptr() for tensor in tensors]), tensors[0].device)
 
 
-def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """To the device without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def summarise(tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None, *, unless_finite: Tensor | None = None) -> Tensor:
+def summarise(tensors: Sequence[Tensor], *, unless_finite: Tensor | None = None) -> Tensor:
     """One pass over `tensors`, of one device and one dtype of `DTYPES`, none empty. Float64, without a sync.
 
     Shape (5, k): norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements, sums, counts of
-    elements that are not 0. With `old`, tensors of the same shapes, (4, k): the first three, norms of the differences. Where
-    `unless_finite`, one element on the device, is finite, nothing is read and all is 0.
+    elements that are not 0. Where `unless_finite`, one element on the device, is finite, nothing is read and all is 0.
     """
     dense = [t if is_dense(t) else t.contiguous() for t in tensors]
-    result = combine(_launch(dense, old=old, total=unless_finite, gated=unless_finite is not None))
-    return result if old is None else result[:4]
+    return combine(_launch(dense, total=unless_finite, gated=unless_finite is not None))
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Table:
@@ -345,7 +307,6 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Table:
 def _launch(
     tensors: Sequence[Tensor],
     *,
-    old: Sequence[Tensor] | None = None,
     factor: Tensor | None = None,
     total: Tensor | None = None,
     gated: bool = False,
@@ -353,26 +314,24 @@ def _launch(
     device, dtype = tensors[0].device, tensors[0].dtype
     table = table_of(tensors)
     data = tuple([t.data_ptr() for t in tensors])
-    others = tuple([t.data_ptr() for t in old]) if old is not None else data
     partials = table.partials
-    table.differs = old is not None
-    aligned = not any(pointer % 16 for pointer in (*data, *others))
+    aligned = not any(pointer % 16 for pointer in data)
     arguments = (
-        _pointers(data, device), _pointers(others, device), table.sizes, table.owners, table.chunks, partials,
+        _pointers(data, device), table.sizes, table.owners, table.chunks, partials,
         partials if factor is None else factor, partials if total is None else total, table.programs,
     )  # fmt: skip
     constants = (
-        DTYPES[dtype], old is not None, gated, factor is not None, aligned, CHUNK, ROWS, 16 // tensors[0].element_size(),
+        DTYPES[dtype], gated, factor is not None, aligned, CHUNK, ROWS, 16 // tensors[0].element_size(),
     )  # fmt: skip
     launch(_summarise, (table.programs, 1, 1), arguments, constants, warps=WARPS)
     return table
 
 
 def combine(table: Table) -> Tensor:
-    """What the last pass found, float64, shape (5, k); with differences the last row means nothing."""
+    """What the last pass found, float64, shape (5, k)."""
     result = torch.empty(5, table.tensors, dtype=torch.float64, device=table.partials.device)
     arguments = table.firsts, table.counts, table.partials, result, table.tensors, table.programs
-    launch(_combine, (table.tensors, 1, 1), arguments, (table.differs, 1024), warps=8)
+    launch(_combine, (table.tensors, 1, 1), arguments, (1024,), warps=8)
     return result
 
 
@@ -397,10 +356,10 @@ class Matrices:
     def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         counts = [triton.cdiv(height, MATRIX_ROWS) for height, _ in shapes]
         self.programs = sum(counts)
-        self.heights = _upload([height for height, _ in shapes], torch.int32, device)
-        self.widths = _upload([width for _, width in shapes], torch.int32, device)
-        self.owners = _upload(np.repeat(np.arange(len(shapes)), counts), torch.int32, device)
-        self.blocks = _upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
+        self.heights = upload([height for height, _ in shapes], torch.int32, device)
+        self.widths = upload([width for _, width in shapes], torch.int32, device)
+        self.owners = upload(np.repeat(np.arange(len(shapes)), counts), torch.int32, device)
+        self.blocks = upload(np.concatenate([np.arange(count) for count in counts]), torch.int32, device)
 
 
 @lru_cache(maxsize=64)

@@ -34,15 +34,6 @@ class Summary(NamedTuple):
     nonzero: Tensor | None
 
 
-class Change(NamedTuple):
-    """Of tensors now, and the norms of their differences to what they were (None where that is not known). Each (k,)."""
-
-    norm: Tensor
-    peak: Tensor
-    nonfinite: Tensor
-    moved: Tensor | None
-
-
 def summary(tensors: Sequence[Tensor], *, means: bool = True) -> Summary:
     """One pass on the CPU and on CUDA. Without `means` the CPU leaves out total and nonzero."""
     kernels = kernels_for(tensors[0])
@@ -53,20 +44,6 @@ def summary(tensors: Sequence[Tensor], *, means: bool = True) -> Summary:
     found = cpu.summarise(tensors, sums=means)
     norm, peak, bad, *more = torch.from_numpy(found).unbind()
     return Summary(norm, peak, bad if found[2].any() else None, *(more or (None, None)))
-
-
-def change(new: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> Change:
-    """Of `new`, and of ``new - old``. May overwrite `old`."""
-    kernels = kernels_for(new[0])
-    if kernels is not None:
-        return Change(*kernels.summarise(new, old)[: 3 if old is None else 4].unbind(), *([None] if old is None else []))
-    if new[0].device.type == "cpu":
-        return Change(*torch.from_numpy(cpu.summarise(new, old)).unbind(), *([None] if old is None else []))
-    found = norms(new), peaks(new), nonfinites(new)
-    if old is None:
-        return Change(*found, None)
-    torch._foreach_sub_(list(old), list(new))
-    return Change(*found, norms(old))
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import torch
 
-HOST_BYTES = 1 << 30
 _SHARE = 4
 _in_graphs: dict[int, tuple[int, int]] = {}  # by device: bytes reserved when it was last asked, idle bytes in private pools
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Bytes for temporaries on `device`: `HOST_BYTES` on any but CUDA. No sync."""
-    if device.type != "cuda":
-        return HOST_BYTES
+    """Bytes for temporaries on a CUDA device. No sync."""
     held = torch.cuda.memory_stats_as_nested_dict(device)
     if not held:
         return 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
 from trackbridge.probes.observe import observe, observers
 from trackbridge.probes.outputs import elements, first_tensor
 from trackbridge.probes.sites import choose
+from trackbridge.probes.strides import Known, odd_prime, stride
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
@@ -158,10 +158,6 @@ class Site:
             self.sites.trace(tensor.detach(), self.number, module)
 
 
-Known: TypeAlias = Callable[[Any], bool]
-"""Whether a condition on lengths is true."""
-
-
 def surely(condition: Any) -> bool:
     """A condition that is true of every length that a graph leaves open: to look at one would guard it. Older compilers cannot
     be asked."""
@@ -172,15 +168,6 @@ def is_large(y: Tensor, known: Known = bool) -> bool:
     """Whether some tokens of `y` are enough where looking is dear: on the CPU, which the model needs itself, and in graphs,
     where the compiler would write an output to memory for us."""
     return y.dim() > 1 and known(y.numel() >= MANY) and known(y.numel() >= TOKENS * y.shape[-1])
-
-
-def stride(least: int, lengths: Sequence[int], known: Known = bool) -> int:
-    """The first odd prime from `least`, which is one (or 1), of which no length is a multiple. A stride of so many tokens meets
-    all places alike: the first position with its massive activations, the padded edge of an image, whose sides are often
-    multiples of 7."""
-    while least > 1 and any(known(length % least == 0) for length in lengths):
-        least = odd_prime(least + 2)
-    return least
 
 
 def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple[Tensor, Tensor | None]:
@@ -199,13 +186,3 @@ def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple
 def _activation(output: Any) -> Tensor | None:
     tensor = first_tensor(output)
     return None if tensor is None else elements(tensor)
-
-
-def odd_prime(least: int) -> int:
-    """The smallest odd prime that is not below `least`; 1 for 1. See `stride`."""
-    if least == 1:
-        return 1
-    number = least | 1
-    while any(number % divisor == 0 for divisor in range(3, int(number**0.5) + 1, 2)):
-        number += 2
-    return number

@@ -1,16 +1,12 @@
 """Weights, Adam's moments and the size of the update, on a cadence: they move slowly and reading them costs memory traffic.
 
 Measured after the update. The update is the real difference of the weights, so that a step too small for the weights' dtype
-counts as the zero it is; it needs a copy of the weights for the time of one `optimizer.step`. Where there is no room for that
-(`room`: the device is asked for nothing) the weights are taken in `PARTS`, one in turn on each step of the cadence: by the
-step's number and the sizes of whole parameters, so that ranks and replays take the same.
+counts as the zero it is; it takes a copy of a sample of them (`samples`) for the time of one `optimizer.step`.
 """
 
 from __future__ import annotations
 
-import heapq
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,17 +15,14 @@ from torch import Tensor
 
 from trackbridge import names
 from trackbridge.config import ParametersConfig
-from trackbridge.probes import cpu, reduce
+from trackbridge.probes import reduce
 from trackbridge.probes.base import BoolArray, Gate, Stats
-from trackbridge.probes.room import spare_bytes
 from trackbridge.probes.rows import Rows, alike, parted, root_sum
+from trackbridge.probes.samples import Samples
 from trackbridge.probes.subject import Members, Subject, local
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
-logger = logging.getLogger("trackbridge")
-
-PARTS = 10
 STATISTICS = ("weight_norm", "weight_rms", "weight_max", "weight_nonfinite", "exp_avg_norm", "exp_avg_sq_norm", "update_ratio")
 TOTALS = ("param/norm", "param/nonfinite", "optim/exp_avg_norm", "optim/exp_avg_sq_norm", "optim/update_ratio")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,16 +33,13 @@ class WeightProbe:
         self._subject = subject
         self._weights_every, self._moments_every = config.weights_every, config.moments_every
         self._gate = gate
-        self._copies: dict[int, dict[int, Tensor]] = {}  # by optimizer: what was copied, by row
-        self._parts = shares([p.numel() * p.element_size() for p in subject.parameters], PARTS)
-        self._refused = False
+        self._before: dict[int, dict[tuple[int, ...], Samples]] = {}  # by optimizer and rows: the weights before its update
         size = len(subject.parameters)
         self.fields: tuple[Field, ...] = (
             *(Field(f"{name}_norm", size, over_ranks="norm") for name in ("weight", "update", *MOMENTS)),
             Field("weight_max", size),
             Field("weight_nonfinite", size, over_ranks="count"),
-            *(Field(f"{name}_seen", size, "host") for name in ("weight", *MOMENTS)),
-            Field("update_seen", size, "host", over_ranks="every"),  # one of them may have had no room
+            *(Field(f"{name}_seen", size, "host") for name in ("weight", "update", *MOMENTS)),
             Field("weight_held", size, "host"),
             Field("moment_held", size, "host"),
         )
@@ -81,38 +71,22 @@ class WeightProbe:
         self._held[kind][rows] = 1.0
 
     def detach(self) -> None:
-        self._copies.clear()
+        self._before.clear()
 
     @torch.no_grad()
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
-        if not self._gate.due(self._weights_every):
-            return
-        rows, tensors = self._trained(optimizer)
-        room = spare_bytes(self._subject.device)
-        if (size := _bytes(tensors)) > room:
-            part = self._gate.turn(self._weights_every) % PARTS
-            rows, tensors = parted([(row, t) for row, t in zip(rows, tensors, strict=True) if self._parts[row] == part])
-            size = _bytes(tensors)
-        if size <= room:
-            copies = self._copies[id(optimizer)] = {}
-            for some, group in alike(rows, tensors):
-                copies.update(zip(some, _copied(group), strict=True))
-        elif not self._refused:
-            self._refused = True
-            logger.info("trackbridge: some parameters have no update_ratio: no room for a copy of %d bytes", size)
+        if self._gate.due(self._weights_every):
+            groups = alike(*self._trained(optimizer))
+            self._before[id(optimizer)] = {tuple(rows): Samples.of(tensors) for rows, tensors in groups}
 
     @torch.no_grad()
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
-        copies = self._copies.pop(id(optimizer), {})
+        before = self._before.pop(id(optimizer), {})
         if self._gate.due(self._weights_every):
-            members = list(zip(*self._trained(optimizer), strict=True))
-            for rows, tensors in alike(*parted([member for member in members if member[0] in copies])):
-                moved = self._change(rows, tensors, [copies[row] for row in rows]).moved
-                assert moved is not None
-                self._write("update", rows, moved)
-            for rows, tensors in alike(*parted([member for member in members if member[0] not in copies])):
-                self._change(rows, tensors)
-            self._seen["update"][[row for row, tensor in members if not tensor.numel()]] = 1.0
+            trained = self._trained(optimizer)
+            for rows, tensors in alike(*trained):
+                self._measure(rows, tensors, before.get(tuple(rows)))
+            self._seen["update"][[row for row, tensor in zip(*trained, strict=True) if not tensor.numel()]] = 1.0
             self._cover("weight", optimizer)
         if self._gate.due(self._moments_every):
             for kind, states in self._states(optimizer).items():
@@ -140,12 +114,16 @@ class WeightProbe:
                         tensors.append(value)
         return found
 
-    def _change(self, rows: list[int], tensors: list[Tensor], old: list[Tensor] | None = None) -> reduce.Change:
-        found = reduce.change(tensors, old)
+    def _measure(self, rows: list[int], tensors: list[Tensor], before: Samples | None) -> None:
+        found = reduce.summary(tensors, means=False)
         self._write("weight", rows, found.norm)
         self._peak.write(rows, found.peak)
-        self._nonfinite.write(rows, found.nonfinite)
-        return found
+        if found.nonfinite is not None:
+            self._nonfinite.write(rows, found.nonfinite)
+        if before is not None:
+            now = Samples.of(tensors)
+            if now.counts == before.counts:  # no weight was replaced by one of another shape
+                self._write("update", rows, now.distances(before))
 
     def _write(self, kind: str, rows: list[int], norms: Tensor) -> None:
         self._norm[kind].write(rows, norms)
@@ -179,29 +157,6 @@ class WeightProbe:
         values = (totals, weight, rms, stats["weight_max"], bad, stats["exp_avg_norm"], stats["exp_avg_sq_norm"], ratio)
         present = (known, *[seen["weight"]] * 4, seen["exp_avg"], seen["exp_avg_sq"], moving)
         return np.concatenate(values), np.concatenate(present)
-
-
-def shares(sizes: Sequence[int], count: int) -> list[int]:
-    """To which of `count` parts, of about the same size, each of `sizes` belongs: the largest first, to the smallest part."""
-    parts = [(0, number) for number in range(count)]
-    found = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        size, part = heapq.heappop(parts)
-        found[place] = part
-        heapq.heappush(parts, (size + sizes[place], part))
-    return found
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _copied(tensors: list[Tensor]) -> list[Tensor]:
-    if tensors[0].device.type == "cpu":
-        return cpu.copied(tensors)
-    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
 
 
 def _covers(seen: BoolArray, held: BoolArray) -> bool:

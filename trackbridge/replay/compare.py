@@ -19,9 +19,6 @@ _NOT_COMPARED_EXACT = frozenset({"grad/norm", "train/tokens", "optim/applied", "
 # Counts over a threshold, of more steps than a replay has, or of another use of the bits that are compared anyway.
 _NOT_COMPARED_END = ("/dead_rows", "/checksum", "/replicas_differ", "grad/zero", "grad/vanishing", "/grad_zeros", "/grad_mean")
 
-# There where the memory for a copy of the weights was (`probes.weights`): to be absent on one side says nothing.
-_BY_ROOM = "update_ratio"
-
 _IDS = ("embedding/hottest_row/",)
 
 
@@ -114,8 +111,6 @@ def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) ->
             continue  # clipping by a non-finite norm spreads it; run.clip_grad_norm_ had counted before
         elif series in seen.known:
             replayed = seen.values.get(series)
-            if replayed is None and _by_room(series):
-                continue
             difference = Difference(series, value, replayed, math.inf if replayed is None else ulps(value, replayed))
         else:
             continue
@@ -127,15 +122,9 @@ def compare(recorded: Mapping[str, float], seen: Observation, *, first: bool) ->
     if not first:
         families = {family(series) for series in recorded if is_wide(series)}
         for series, value in seen.values.items():
-            if series in recorded or _by_room(series):
-                continue
-            if is_wide(series) and family(series) in families and comparable(series):
+            if series not in recorded and is_wide(series) and family(series) in families and comparable(series):
                 found.append(Difference(series, None, value, math.inf))
     return compared, found
-
-
-def _by_room(series: str) -> bool:
-    return series.removesuffix(LOCAL).endswith(_BY_ROOM)
 
 
 def _loss(recorded: float, seen: Observation) -> Difference:
