@@ -27,7 +27,6 @@ from torch import nn
 import trackbridge
 from trackbridge import shipper
 
-
 LONG_STEPS = {"checksums_every": 40, "histograms_every": 40}
 
 
