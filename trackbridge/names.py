@@ -125,7 +125,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("layer/<parameter>/exp_avg_norm", "", "L2 norm of Adam's first moment", "", "arXiv:1412.6980"),
     Metric("layer/<parameter>/exp_avg_sq_norm", "", "L2 norm of Adam's second moment", "", "arXiv:1412.6980"),
-    Metric("layer/<parameter>/update_ratio", "", "size of the update relative to the weight", "|dw| / |w|; large |dw| of a sample"),
+    Metric("layer/<parameter>/update_ratio", "", "size of the update relative to the weight", "|dw| / |w|, of samples"),
     Metric("act/<module>/mean", "", "mean of the module's output"),
     Metric("act/<module>/std", "", "standard deviation of the module's output"),
     Metric("act/<module>/rms", "", "root mean square of the module's output"),
