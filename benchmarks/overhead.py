@@ -52,7 +52,7 @@ from trackbridge.probes.sites import choose
 from trackbridge.probes.strides import odd_prime, stride
 
 EVERYTHING: dict[str, Any] = {
-    "parameters": {"gradients_every": 1, "means_every": 1, "weights_every": 1, "moments_every": 1},
+    "parameters": {"gradients_every": 1, "elements_every": 1, "weights_every": 1, "moments_every": 1},
     "activations": {"sites": "blocks+branches"},
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {

@@ -29,9 +29,9 @@ class Section(BaseModel):
 class ParametersConfig(Section):
     """Per-parameter statistics at optimizer-step time. `*_every` is a cadence in optimizer steps; 0 switches off."""
 
-    gradients_every: int = Field(1, ge=0, description="norm, largest element and non-finite elements of each gradient")
-    means_every: int | None = Field(
-        None, ge=0, description="mean and zeros of each gradient; default: 1, on the CPU 10, where they take two more passes"
+    gradients_every: int = Field(1, ge=0, description="norm and non-finite elements of each gradient")
+    elements_every: int | None = Field(
+        None, ge=0, description="largest element, mean and zeros of each gradient; default: 1, on the CPU 10: more passes there"
     )
     weights_every: int = Field(10, ge=0, description="weights move slowly; also measured at the first step")
     moments_every: int = Field(10, ge=0, description="Adam's first and second moment")
@@ -56,8 +56,8 @@ class ActivationsConfig(Section):
     )
     channels_every: int = Field(10, ge=0, description="cadence of the kurtosis over channels, one more read; 0: never")
     embedding_rows: int = Field(3, ge=0, le=16, description="rows of the embedding with the largest gradients; 0: none")
-    embedding_every: int = Field(
-        1, ge=1, description="cadence of that in optimizer steps; reads the table's gradient once more"
+    embedding_every: int | None = Field(
+        None, ge=1, description="cadence of that; reads the table's gradient once more; default: 1, on the CPU 10"
     )
     attention_every: int = Field(0, ge=0, description="cadence of the largest attention logit of each block; 0: never")
     attention_queries: int = Field(16, ge=1, description="query positions of each sequence whose logits are looked at")

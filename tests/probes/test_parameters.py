@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
-from tests.probes.test_gradients import Tied, data, layer, linear
+from tests.probes.test_gradients import Tied, data, layer, linear, norms
 from tests.probes.test_updates import Scaled
 from trackbridge.probes import cpu
 
@@ -136,8 +136,8 @@ def test_mean_and_zeros_of_the_accumulated_gradient() -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("every", "due"), [(None, [0, 10]), (4, [0, 4, 8]), (1, list(range(12))), (0, [])])
-def test_means_have_a_cadence_of_their_own(clip: bool, every: int | None, due: list[int]) -> None:
-    lab = Lab(model := linear(), optimizer := sgd(model), means_every=every)
+def test_single_elements_have_a_cadence_of_their_own(clip: bool, every: int | None, due: list[int]) -> None:
+    lab = Lab(model := linear(), optimizer := sgd(model), elements_every=every)
     steps: list[int] = []
     for step in range(12):
         optimizer.zero_grad()
@@ -145,13 +145,18 @@ def test_means_have_a_cadence_of_their_own(clip: bool, every: int | None, due: l
         if clip:
             lab.instruments.clip_grad_norm_(0.1)
         wanted = {name: float(p.grad.mean()) for name, p in model.named_parameters()}
+        largest = {name: float(p.grad.abs().max()) for name, p in model.named_parameters()}
+        sizes = norms(model)
         optimizer.step()
         found = lab.close()
-        assert len(layer(found, "grad_norm")) == 4 and found["grad/zero"] == 0
+        assert layer(found, "grad_norm") == pytest.approx(sizes, rel=1e-6) and found["grad/zero"] == 0
+        assert layer(found, "grad_nonfinite") == dict.fromkeys(sizes, 0)
         if layer(found, "grad_mean"):
             assert layer(found, "grad_mean") == pytest.approx(wanted, rel=1e-4, abs=1e-7)
-            assert len(layer(found, "grad_zeros")) == 4
+            assert layer(found, "grad_max") == largest and len(layer(found, "grad_zeros")) == 4
             steps.append(step)
+        else:
+            assert not layer(found, "grad_max") and not layer(found, "grad_zeros")
     assert steps == due
 
 

@@ -28,7 +28,7 @@ SHAPES = st.lists(st.integers(1, 5000), min_size=0, max_size=4).filter(lambda sh
 
 @given(SHAPES)
 def test_a_sample_is_large_enough_and_falls_in_step_with_no_dimension(shape: list[int]) -> None:
-    size, every = math.prod(shape), interval(shape)
+    size, every = math.prod(shape), interval(tuple(shape))
     count = -(-size // every)
     if size < 2 * FEW:
         assert every == 1

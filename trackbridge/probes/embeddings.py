@@ -25,6 +25,7 @@ from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
 STATISTICS = ("norm", "row")
+EVERY_ON_CPU = 10  # steps: one more read there
 
 
 class EmbeddingProbe(OfGradients):
@@ -33,7 +34,7 @@ class EmbeddingProbe(OfGradients):
     def __init__(self, subject: Subject, config: ActivationsConfig, gate: Gate) -> None:
         self._subject = subject
         self._gate = gate
-        self._every = config.embedding_every
+        self._every = config.embedding_every or (EVERY_ON_CPU if subject.device.type == "cpu" else 1)
         self._count = count = config.embedding_rows
         self._tables: list[tuple[Tensor, int]] = []  # and its place among the parameters
         self._first: dict[int, int | None] = {}  # row of the whole table with which a shard begins; None: its rows are split

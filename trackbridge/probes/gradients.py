@@ -24,6 +24,7 @@ from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, parted, root_sum, with_gradients
 from trackbridge.probes.subject import Members, Subject, local
+from trackbridge.probes.total_norm import Norms, TotalNorm
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
@@ -32,7 +33,8 @@ STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_mean", "grad_zero
 TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
-MEANS_EVERY = 10  # on the CPU, where they take two more passes
+ELEMENTS_EVERY = 10  # on the CPU, where they take passes of their own
+LEAST = 1e-15  # a norm below this was not worked out in float32
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -56,8 +58,9 @@ class GradientProbe(OfGradients):
     def __init__(self, subject: Subject, config: ParametersConfig, gate: Gate, part: Part) -> None:
         self._subject = subject
         self._every = config.gradients_every
-        usual = MEANS_EVERY if subject.device.type == "cpu" else 1
-        self._means_every = usual if config.means_every is None else config.means_every
+        usual = ELEMENTS_EVERY if subject.device.type == "cpu" else 1
+        self._elements_every = usual if config.elements_every is None else config.elements_every
+        self._total = TotalNorm()
         self._gate = gate
         self._part = part
         size = len(subject.parameters)
@@ -78,7 +81,7 @@ class GradientProbe(OfGradients):
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
             Field("grad_held", size, "host"),  # likewise; what a total must cover
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
-            Field("grad_means", 1, "host"),  # this step has sums and counts of zeros
+            Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
         )
         self.series: tuple[str, ...] = (
             *TOTALS,
@@ -87,8 +90,8 @@ class GradientProbe(OfGradients):
 
     def attach(self, slab: Slab) -> None:
         self._all, self._fields = Rows(slab, *MEASURED), tuple(Rows(slab, name) for name in MEASURED)
-        self._first, self._means = Rows(slab, *MEASURED[:3]), slab.host_view("grad_means")
-        self._nonfinite = self._fields[2]
+        self._norm, self._nonfinite = self._fields[0], self._fields[2]
+        self._elements = slab.host_view("grad_elements")
         self._missing = slab.host_view("grad_missing")
         self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
         self._size = slab.host_view("param_size")
@@ -107,16 +110,17 @@ class GradientProbe(OfGradients):
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, model: str | None
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of: the total norm is torch's own; the
-        multiplication is ours where `reduce.scalable`, which measures on the way, else torch does it after a look at the
-        gradients."""
+        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of: the total norm is torch's own, and gives the
+        norms of the gradients where it can (`TotalNorm`); else the multiplication is ours where `reduce.scalable`, and measures
+        on the way; else torch does it after a look at the gradients."""
         if model is not None and model not in self._subject.models:
             raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
         chosen = self._subject.models if model is None else {model: self._subject.models[model]}
         parameters = list({id(p): p for module in chosen.values() for p in module.parameters()}.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = self._norms(gradients, norm_type, foreach)
         try:
-            total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+            total = norms.total if norms else torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
             with self._part:
                 self._count(parameters)
@@ -124,15 +128,38 @@ class GradientProbe(OfGradients):
         scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
             with self._part:
-                scaling = self._scale(parameters, max_norm, norm_type, total, foreach)
+                scaling = self._scale(parameters, max_norm, norm_type, total, foreach) if norms is None else None
             with self._part:
                 if scaling is not None:
                     self._keep(*scaling)
                 place = len(self._keys) if model is None else self._keys.index(model)
-                self._note(total, norm_type, parameters if scaling is None else None, place)
+                self._note(total, norm_type, parameters if norms is None and scaling is None else None, place)
         if scaling is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+        if norms is not None:
+            with self._part:
+                self._keep_norms(parameters, norms, max_norm)
         return total
+
+    def _norms(self, gradients: list[Tensor], norm_type: float, foreach: bool | None) -> Norms | None:
+        """The total norm and those that it is made of, in a step that takes no more of the gradients than norms."""
+        if norm_type == 2.0 and foreach is None and self._part.alive:
+            with self._part:
+                if self._gate.due(self._every, always=True) and not self._with_elements():
+                    return self._total.of(gradients)
+        return None
+
+    def _keep_norms(self, parameters: Sequence[Tensor], norms: Norms, max_norm: float) -> None:
+        """The norms of the gradients that torch has multiplied since."""
+        known, gradients = with_gradients(self._subject.rows(parameters), parameters)
+        rows = [row for row in known if row is not None]
+        if len(rows) == len(known):
+            found = norms.parts.double() * _factor(max_norm, norms.total).double()
+            for place in torch.nonzero(found < LEAST).flatten().tolist():
+                found[place] = reduce.norms([gradients[place]])[0]
+            self._norm.write(rows, found)
+            self._counted[rows] = 1.0
+            self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
     @torch.no_grad()
     def _scale(
@@ -146,12 +173,12 @@ class GradientProbe(OfGradients):
         rows, gradients = parted([(row, g) for row, g in zip(known, given, strict=True) if row is not None and g.numel()])
         if None in known or not reduce.scalable(gradients, total):
             return None
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        return rows, gradients, reduce.scale(gradients, factor, total, means=self._with_means())
+        factor, elements = _factor(max_norm, total), self._with_elements()
+        return rows, gradients, reduce.scale(gradients, factor, total, elements=elements)
 
     def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
         found = reduce.scaled_summary(partial)
-        (self._all if len(found) == len(MEASURED) else self._first).write(rows, found)
+        (self._all if len(found) == len(MEASURED) else self._norm).write(rows, found)
         self._counted[rows] = 1.0
         self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
@@ -185,7 +212,7 @@ class GradientProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
-        place, means = 1.0 + self._subject.place(optimizer), self._with_means()
+        place, elements = 1.0 + self._subject.place(optimizer), self._with_elements()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         members = self._subject.members(optimizer)
         rows, gradients = with_gradients(*members)
@@ -196,7 +223,7 @@ class GradientProbe(OfGradients):
             known, rows, gradients = self._known(rows, gradients)
             self._seen[known] = self._held[known] = place
         for some, group in alike(rows, gradients):
-            self._write(some, reduce.summary(group, means=means), scale)
+            self._write(some, reduce.summary(group, elements=elements), scale)
             self._seen[some] = self._held[some] = place
 
     def _known(self, rows: list[int], gradients: list[Tensor]) -> tuple[list[int], list[int], list[Tensor]]:
@@ -213,9 +240,9 @@ class GradientProbe(OfGradients):
                 others.append((row, gradient))
         return known, *parted(others)
 
-    def _with_means(self) -> bool:
-        due = self._gate.due(self._means_every)
-        self._means[0] = float(due)
+    def _with_elements(self) -> bool:
+        due = self._gate.due(self._elements_every)
+        self._elements[0] = float(due)
         return due
 
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
@@ -250,8 +277,8 @@ class GradientProbe(OfGradients):
         missing = float(((stats["grad_missing"] > 0) & ~stepped).sum())
         bads = float(bad[counted].sum())
         unlocated = bads > 0 and not (before | (bad < size))[counted].any()
-        silent = seen & (peak == 0)
-        means = seen & bool(stats["grad_means"][0])
+        silent = seen & (norm == 0) & (peak == 0)
+        elements = seen & bool(stats["grad_elements"][0])
         vanishing = _vanishing(norm / np.sqrt(size), seen & ~silent)
         totals = (
             self._before_clipping(stats, norm, seen), root_sum(norm, seen), bads, unlocated, silent.sum(), vanishing, missing,
@@ -266,7 +293,7 @@ class GradientProbe(OfGradients):
             (some or missing > 0) and whole and not dropped,
         )
         values = np.concatenate((totals, norm, peak, bad, added / size, 1.0 - nonzero / size))
-        return values, np.concatenate((known, seen, seen, counted, means, means))
+        return values, np.concatenate((known, seen, elements, counted, elements, elements))
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
@@ -278,6 +305,11 @@ class GradientProbe(OfGradients):
             mine = seen & (self._owners == key)
             parts.append(clipped[place] if known[place] else root_sum(measured, mine))
         return math.hypot(*parts)
+
+
+def _factor(max_norm: float, total: Tensor) -> Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of this total norm by."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 def _vanishing(rms: FloatArray, of: BoolArray) -> int:

@@ -18,30 +18,42 @@ import torch
 from torch import Tensor
 
 from trackbridge.probes import cpu
+from trackbridge.records import FloatArray
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
 _KIND = attrgetter("device", "dtype", "layout", "requires_grad")
 
 
 class Summary(NamedTuple):
-    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN. `total` and
-    `nonzero` are None where they were not asked for."""
+    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN. `peak`, `total`
+    and `nonzero` are None where they were not asked for."""
 
     norm: Tensor
-    peak: Tensor
+    peak: Tensor | None
     nonfinite: Tensor | None
     total: Tensor | None
     nonzero: Tensor | None
 
 
-def summary(tensors: Sequence[Tensor], *, means: bool = True) -> Summary:
-    """One pass on the CPU and on CUDA. Without `means` the CPU leaves out total and nonzero."""
+def summary(tensors: Sequence[Tensor], *, elements: bool = True) -> Summary:
+    """One pass on the CPU and on CUDA. Without `elements` the CPU gives norms and counts of non-finite elements only."""
     kernels = kernels_for(tensors[0])
     if kernels is not None:
         return Summary(*kernels.summarise(tensors).unbind())
     if tensors[0].device.type != "cpu":
         return Summary(norms(tensors), peaks(tensors), nonfinites(tensors), _totals(tensors), _nonzeros(tensors))
-    found = cpu.summarise(tensors, sums=means)
+    if elements:
+        return _on_cpu(cpu.summarise(tensors, sums=True))
+    norm = norms(tensors)
+    return Summary(norm, None, None if torch.isfinite(norm).all() else nonfinites(tensors), None, None)
+
+
+def extent(tensors: Sequence[Tensor]) -> Summary:
+    """A `summary` of which `total` and `nonzero` are of no use."""
+    return _on_cpu(cpu.summarise(tensors)) if tensors[0].device.type == "cpu" else summary(tensors)
+
+
+def _on_cpu(found: FloatArray) -> Summary:
     norm, peak, bad, *more = torch.from_numpy(found).unbind()
     return Summary(norm, peak, bad if found[2].any() else None, *(more or (None, None)))
 
@@ -64,19 +76,20 @@ def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
     return known and len(set(map(Tensor.data_ptr, tensors))) == len(tensors)
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, means: bool = True) -> Any:
+def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, elements: bool = True) -> Any:
     """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found,
-    on the CPU without `means` only the first three. Where the factor is 1 nothing is written."""
+    on the CPU without `elements` only norms. Where the factor is 1 nothing is written."""
     if total.device.type == "cpu":
         by = factor.item()
-        return torch.from_numpy(cpu.summarise(tensors, sums=means, by=by if by != 1.0 else None))
+        found = torch.from_numpy(cpu.summarise(tensors, sums=elements, by=by if by != 1.0 else None))
+        return found if elements else found[:1]
     kernels = kernels_for(total)
     assert kernels is not None
     return kernels.scale(tensors, factor, total)
 
 
 def scaled_summary(partial: Any) -> Tensor:
-    """Of the tensors after it, but counts of non-finite elements before: the fields of `Summary`, shape (5 or 3, k)."""
+    """Of the tensors after it, but counts of non-finite elements before: the fields of `Summary`, shape (5 or 1, k)."""
     if isinstance(partial, Tensor):
         return partial
     kernels = _kernels()

@@ -12,6 +12,7 @@ about sqrt((kurtosis - 1) / m) / 2 for m elements drawn, kurtosis being that of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +48,8 @@ class Samples:
             return cls(sample_kernels.gather(tensors, counts, intervals), counts, sizes)
         dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
         views = [sample(tensor).to(dtype) for tensor in tensors]
-        return cls(torch.cat(views), tuple([view.numel() for view in views]), sizes)
+        joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
+        return cls(joined(views), tuple([view.numel() for view in views]), sizes)
 
     def distances(self, before: Samples) -> Tensor:
         """Estimates of the L2 norms of the differences of the whole tensors, shape (k,)."""
@@ -70,10 +72,11 @@ def sample(tensor: Tensor) -> Tensor:
     """A view of the sample, shape (m,); of a tensor that does not fill its memory a copy, by its logical order."""
     flat, every = tensor.detach(), interval(tensor.shape)
     if flat.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(flat):
-        return flat.reshape(-1)[::every]
+        return flat.reshape(-1)[::every] if every > 1 else flat.reshape(-1)
     return flat.as_strided((-(-flat.numel() // every),), (every,))
 
 
-def interval(shape: Sequence[int]) -> int:
+@lru_cache(maxsize=1024)
+def interval(shape: tuple[int, ...]) -> int:
     """k of a parameter of this shape."""
-    return stride(odd_prime(min(max(1, torch.Size(shape).numel() // FEW), RAREST)), shape)
+    return stride(odd_prime(min(max(1, math.prod(shape) // FEW), RAREST)), shape)

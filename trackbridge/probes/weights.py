@@ -115,9 +115,10 @@ class WeightProbe:
         return found
 
     def _measure(self, rows: list[int], tensors: list[Tensor], before: Samples | None) -> None:
-        found = reduce.summary(tensors, means=False)
+        found = reduce.extent(tensors)
         self._write("weight", rows, found.norm)
-        self._peak.write(rows, found.peak)
+        if found.peak is not None:
+            self._peak.write(rows, found.peak)
         if found.nonfinite is not None:
             self._nonfinite.write(rows, found.nonfinite)
         if before is not None:
