@@ -31,6 +31,7 @@ from trackbridge import fingerprints, hostcopy, process, rng, tree
 from trackbridge.batches import Fetch, plain_ids
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import Part, Timer, UsageError
+from trackbridge.fence import Fence
 from trackbridge.hooks import Inert, in_transform
 from trackbridge.records import MicroBatch, StepContext
 from trackbridge.rng import RngState
@@ -119,7 +120,8 @@ class Recorder:
     ) -> None:
         self._config = config
         self._attempt = attempt
-        self._snapshots = Snapshots(config, directory, rank, attempt, clock)
+        self._fence = Fence(Part("the fence around snapshots", strict=strict, timer=timer))
+        self._snapshots = Snapshots(config, directory, rank, attempt, self._fence, clock)
         self._watched = Watched()
         self._generators: Mapping[str, Any] = {}
         self._devices: tuple[torch.device, ...] | None = None
@@ -154,10 +156,13 @@ class Recorder:
         self._handles = [
             model.register_forward_pre_hook(StartHook(self, model), prepend=True) for model in self._watched.models.values()
         ]
+        self._fence.attach(self._watched.models, self._watched.optimizers.values())
 
     def detach(self) -> None:
         """Remove the hooks and let go of models, batches and snapshots."""
         self._unhook()
+        self._fence.detach()
+        self._drop_snapshot()  # its memory is freed with the others', once what is being copied into it has arrived
         self._watched = Watched()
         self._generators = {}
         self._open = _Open(self._config.batch_bytes)
@@ -170,6 +175,7 @@ class Recorder:
             # A replay of the step does not draw what is drawn in the pause. The next fetch makes up for it: it counts as
             # having moved the state.
             self._before = self._capture()
+        self._fence.fall()  # an evaluation may use other weights
         self._paused += 1
 
     def resume(self) -> None:
