@@ -6,6 +6,7 @@ The copies here are as late as a device could make them: what is copied beside t
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -340,6 +341,16 @@ def test_copies_of_a_watched_model_have_no_fence(loop: Loop) -> None:
     for twin in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
         twin.load_state_dict(Noisy().state_dict())
     assert loop.record._fence._sources, "the original's has not fallen"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+def test_a_forked_process_leaves_the_device_alone(loop: Loop, copies: list[Late]) -> None:
+    loop.model(torch.ones(8, 4)).mean().backward()
+    child = os.fork()
+    if child == 0:
+        loop.optimizers[""].step()
+        os._exit(len(copies[-1].read))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and copies[-1].queued
 
 
 def test_nothing_is_left_on_what_was_watched(loop: Loop) -> None:

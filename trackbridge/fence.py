@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trackbridge import hostcopy
+from trackbridge import hostcopy, process
 from trackbridge.errors import Part
 from trackbridge.hooks import Inert, takes_hooks
 from trackbridge.hostcopy import HostCopy, Leaf
@@ -56,6 +56,7 @@ class Fence:
 
     def __init__(self, part: Part) -> None:
         self._part = part
+        self._pid = process.pid()
         self._models: Mapping[str, nn.Module] = {}
         self._optimizers: tuple[Optimizer, ...] = ()
         self._announced: set[Optimizer] = set()  # each has stepped where we saw it
@@ -110,7 +111,7 @@ class Fence:
 
     def fall(self) -> None:
         """Something may be written. Each stream that comes here waits for the copy, until `end`."""
-        if self._copy is None:
+        if self._copy is None or self._pid != process.pid():
             return
         with self._lock:  # devices have a thread each in a backward pass
             if hostcopy.capturing():
