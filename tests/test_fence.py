@@ -305,6 +305,27 @@ def test_an_update_in_the_capture_of_a_graph(loop: Loop, copies: list[Late], mon
     assert not any(copy.read for copy in copies[2:]) and loop.kept
 
 
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_forward_pass_inside_of_the_update(loop: Loop, copies: list[Late], fetches: bool) -> None:
+    """With a closure nothing announces the write after it."""
+    (optimizer,) = loop.optimizers.values()
+
+    def closure() -> Tensor:
+        loss = loop.model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for number in range(2, 7):
+        before = loop.state()
+        if fetches:
+            loop.record.before_fetch()
+        optimizer.step(closure)
+        loop.record.close_step(number)
+        if number % 2 == 0:
+            assert loop.kept[-1].step == number and same(loop.kept[-1], before)
+    assert not any(copy.read for copy in copies[2:])
+
+
 def test_an_update_that_was_captured_before_watch_is_never_announced(tmp_path: Path, copies: list[Late]) -> None:
     loop = Loop(tmp_path)
     for _ in range(5):

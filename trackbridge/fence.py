@@ -6,16 +6,17 @@ fence. It falls before a watched optimizer's step or `load_state_dict`, and at t
 never waits.
 
 An update has to announce itself for that, by torch's hooks. Nothing is copied beside training before each watched optimizer
-has, and nothing any more once one was seen in the capture of a CUDA graph: a replay calls no hooks. A write that does not
-announce itself (weight noise, say) moves the tensor's version: a copy beside it may be torn, so it is dropped, and later
-snapshots are queued in order. A write through ``.data``, or by a kernel that is handed the address, moves no version: one
-between the start of a step and its update can go unseen, and into the copy.
+has, and nothing any more once one was seen in the capture of a CUDA graph (a replay calls no hooks) or with a closure (the
+forward pass is inside: nothing comes between it and the update). A write that does not announce itself (weight noise, say)
+moves the tensor's version: a copy beside it may be torn, so it is dropped, and later snapshots are queued in order. A write
+through ``.data``, or by a kernel that is handed the address, moves no version: one between the start of a step and its update
+can go unseen, and into the copy.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from trackbridge import hostcopy, process
 from trackbridge.errors import Part
-from trackbridge.hooks import Inert, takes_hooks
+from trackbridge.hooks import Inert, has_closure, takes_hooks
 from trackbridge.hostcopy import HostCopy, Leaf
 
 CAPTURED = "an optimizer's step was captured in a CUDA graph while the weights were being copied"
@@ -141,11 +142,11 @@ class Fence:
                 if isinstance(state, Mapping):
                     yield from (item for item in state.values() if isinstance(item, Tensor))
 
-    def _before_update(self, optimizer: Any, *_: Any) -> None:
+    def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._part.alive:
             with self._part:
                 self.fall()
-                if hostcopy.capturing():
+                if hostcopy.capturing() or has_closure(args, kwargs):
                     self._in_order = True
                 self._announced.add(optimizer)
 
