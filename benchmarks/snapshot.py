@@ -2,8 +2,9 @@
 
 Weights and moments of GPT-2 124M with AdamW, bf16 autocast, batch 16 x 1024, on a GPU; with `--device cpu` a small one, for
 which both ways are the same. Every fourth step has a snapshot, copied in the two ways in turn. Times are of the device, from
-the start of a step to that of the next; "after" is the step that follows. A loop that reads its loss at every step shows
-whether its own small copies get past the large one. Under 60 seconds.
+the start of a step to its update and from there to the next step, over the same without a snapshot: a delay of the first part
+says that what the step itself copies (the batch, for the recorder; a loss that the loop reads) does not get past the large
+copy, one of the second that the update waits for what is left of it. "after" is the whole next step. Under 60 seconds.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ def measure(device: torch.device, rounds: int, *, reads: bool) -> None:
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
+        if step >= warm:
+            clock.mark()
         optimizer.step()
         optimizer.zero_grad()
         record.close_step(step)
@@ -92,19 +95,24 @@ def measure(device: torch.device, rounds: int, *, reads: bool) -> None:
         if record._snapshots._making is not None:
             record._snapshots._making.join()
     spans = clock.spans()
-    plain = statistics.median(span for place, span in enumerate(spans) if place % EVERY >= 2)
+    parts = spans[::2], spans[1::2]  # up to the update, from the update on
+    parts = parts[0][: len(parts[1])], parts[1]
+    plain = [statistics.median(span for place, span in enumerate(part) if place % EVERY >= 2) for part in parts]
     loop, gigabytes = "reads its loss" if reads else "runs ahead", record.snapshot_cost.bytes / 1e9
-    print(f"\n{loop}: {gigabytes:.2f} GB, a step without: {plain:.2f} ms")
-    print(f"  {'':10s} {'added':>10s} {'quartiles':>20s} {'after':>10s} {'at one in 100':>14s} {'on the training thread':>24s}")
+    print(f"\n{loop}: {gigabytes:.2f} GB, a step without: {sum(plain):.2f} ms")
+    print(
+        f"  {'':10s}{'to the update':>16s}{'from it on':>16s}{'together':>32s}{'after':>14s}{'at one in 100':>16s}{'host':>12s}"
+    )
     for number, way in enumerate(WAYS):
         first = ((warm // EVERY + number) % 2) * EVERY
-        added = [span - plain for span in spans[first :: 2 * EVERY]]
-        after = statistics.median(span - plain for span in spans[first + 1 :: 2 * EVERY])
+        early, late = ([span - usual for span in part[first :: 2 * EVERY]] for part, usual in zip(parts, plain, strict=True))
+        added = [a + b for a, b in zip(early, late, strict=True)]
+        after = statistics.median(a + b - sum(plain) for a, b in list(zip(*parts, strict=True))[first + 1 :: 2 * EVERY])
         low, middle, high = statistics.quantiles(added, n=4)
-        share = (middle + after) / plain / 100
         print(
-            f"  {way:10s} {middle:+7.2f} ms   [{low:+6.2f}, {high:+6.2f}] ms {after:+7.2f} ms {share:13.3%} "
-            f"{statistics.median(host[way]):21.2f} ms"
+            f"  {way:10s}{statistics.median(early):+13.2f} ms{statistics.median(late):+13.2f} ms{middle:+10.2f} ms "
+            f"[{low:+7.2f}, {high:+7.2f}]{after:+11.2f} ms{(middle + after) / sum(plain) / 100:16.3%}"
+            f"{statistics.median(host[way]):9.2f} ms"
         )
     record.detach()
 
