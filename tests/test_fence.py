@@ -334,6 +334,18 @@ def test_an_update_that_was_captured_before_watch_is_never_announced(tmp_path: P
     loop.record.detach()
 
 
+def test_before_a_step_is_known_to_begin_all_is_in_order(tmp_path: Path, copies: list[Late]) -> None:
+    """No forward pass is seen and no fetch: an evaluation may come next, with averaged weights in the same memory."""
+    loop = Loop(tmp_path)
+    for number in range(6):
+        for parameter in loop.model.body.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loop.optimizers[""].step()
+        loop.record.close_step(number)
+    assert len(copies) > 2 and not any(copy.read for copy in copies)
+    loop.record.detach()
+
+
 def test_parameters_of_an_optimizer_that_is_not_watched(tmp_path: Path, copies: list[Late]) -> None:
     loop = Loop(tmp_path)
     loop.record.attach({"": loop.model}, {})

@@ -181,7 +181,7 @@ class Recorder:
     def resume(self) -> None:
         self._paused -= 1
         if not self._paused and self._open.early and self._open.fresh:
-            self._start()  # what ran in between may have drawn numbers
+            self._start(early=True)  # what ran in between may have drawn numbers
 
     # what a feed tells
 
@@ -263,7 +263,7 @@ class Recorder:
         self._before = None
         self._open = _Open(self._config.batch_bytes, micros=ahead)
         if (done.rng is None or done.early) and not off:
-            self._start()
+            self._start(early=True)
             self._open.early = True
         nbytes = _STATE_BYTES * (1 + 2 * len(micros)) + self._config.batch_bytes - done.room
         return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes), nbytes, after)
@@ -324,12 +324,13 @@ class Recorder:
 
     # parts
 
-    def _start(self) -> None:
+    def _start(self, *, early: bool = False) -> None:
         self._open.rng = self._capture()
-        self._snapshot()
+        self._snapshot(early=early)
 
-    def _snapshot(self) -> None:
-        """Take a snapshot if this step is due one, replacing one that was taken too early."""
+    def _snapshot(self, *, early: bool = False) -> None:
+        """Take a snapshot if this step is due one, replacing one that was taken too early. One that is `early` itself is not
+        copied beside training: between two steps an evaluation may borrow the weights' memory for others."""
         if self._open.snapshot is not None:
             if not self._open.early:
                 return
@@ -337,7 +338,7 @@ class Recorder:
         elif not self._snapshots.due(self._next):
             return
         self._devices = None  # a model may have moved since
-        self._open.snapshot = self._snapshots.take(self._watched, self._next)
+        self._open.snapshot = self._snapshots.take(self._watched, self._next, beside=not early)
 
     def _drop_snapshot(self) -> None:
         if self._open.snapshot is not None:

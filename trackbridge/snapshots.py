@@ -104,9 +104,9 @@ class Snapshots:
         late = self._making is not None or self._last is None or step - self._last >= self._every
         return late or step % self._every == 0
 
-    def take(self, watched: Watched, step: int) -> Snapshot | None:
+    def take(self, watched: Watched, step: int, *, beside: bool = True) -> Snapshot | None:
         """Start copying the state to the host; `publish` or `discard` is to follow. None, with `why_not` set, when that is not
-        possible now. `step` is where the next one is counted from."""
+        possible now. `step` is where the next one is counted from; `beside`: it begins here, and may run beside the copies."""
         if self._making is not None and self._making.is_alive():
             return None
         started = self._clock()
@@ -123,7 +123,7 @@ class Snapshots:
         self._before_last, self._last = self._last, step
         if memory is None:
             return None
-        sources = self._fence.sources(leaves)
+        sources = self._fence.sources(leaves) if beside else {}
         snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory, beside=sources), memory, missing, first)
         if sources:
             self._fence.begin(snapshot.copy, sources.values())
