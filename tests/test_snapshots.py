@@ -19,6 +19,8 @@ from tests.disk import full_disk
 from tests.fsdp2_here import needs_shards
 from trackbridge import hostcopy, snapshots, tree
 from trackbridge.config import RecorderConfig
+from trackbridge.errors import Part
+from trackbridge.fence import Fence
 from trackbridge.journal import JournalWriter
 from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder
@@ -48,7 +50,7 @@ class Odd(nn.Module):
 
 
 def make(tmp_path: Path, *, attempt: int = 0, **config: Any) -> Snapshots:
-    return Snapshots(RecorderConfig(**config), RunDirectory(tmp_path), 0, attempt)
+    return Snapshots(RecorderConfig(**config), RunDirectory(tmp_path), 0, attempt, Fence(Part("the fence", strict=True)))
 
 
 def keep(ring: Snapshots, what: Watched, step: int) -> None:
@@ -421,6 +423,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from trackbridge import tree
 from trackbridge.config import RecorderConfig
+from trackbridge.errors import Part
+from trackbridge.fence import Fence
 from trackbridge.journal import JournalWriter
 from trackbridge.pins import Pins
 from trackbridge.recorder import Recorder

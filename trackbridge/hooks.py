@@ -1,9 +1,10 @@
-"""What hooks on a user's modules have in common: they are silent in copies and in calls that are no part of training, and
-nothing that a module does when it is looked at breaks them."""
+"""What hooks on a user's modules and optimizers have in common: they are silent in copies and in calls that are no part of
+training, and nothing that a module does when it is looked at breaks them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,6 +37,11 @@ def takes_hooks(module: nn.Module) -> bool:
     """False for what `torch.jit.script` made."""
     traced = torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]
     return not isinstance(module, torch.jit.ScriptModule) or isinstance(module, traced)
+
+
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `optimizer.step` makes its gradients inside. `args` are of the unbound method, the optimizer first."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def take_off(mode: TorchFunctionMode) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,19 +17,27 @@ Leaf: TypeAlias = "npt.NDArray[Any] | Tensor"
 
 REGION = 64 << 20
 _ALIGN = 64
+_streams: dict[torch.device, Any] = {}  # for copies beside training, one a device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopy:
-    """Leaves in host memory. Those that came from a CUDA device hold their values only after `wait`."""
+    """Leaves in host memory. Those that came from a CUDA device hold their values only after `wait`. `beside` has the event,
+    by device, behind what was copied on a stream of its own: it is among `events` too."""
 
     leaves: dict[str, Leaf]
     events: list[Any] = field(default_factory=list)
+    beside: dict[torch.device, Any] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Block until every copy has arrived; other threads run meanwhile."""
         for event in self.events:
             event.synchronize()
+
+    def fence(self) -> None:
+        """What is queued on the current streams from here on runs after the copies beside them. The host waits for nothing."""
+        for device, event in self.beside.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 class HostMemory:
@@ -66,12 +75,19 @@ class HostMemory:
             offset += _padded(size)
 
 
-def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None) -> HostCopy:
+def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None, *, beside: Collection[str] = ()) -> HostCopy:
     """Copy `leaves`, contiguous. CPU leaves are copied before this returns; CUDA leaves are queued on their device's
     current stream, into pinned memory: what is queued there later cannot change the copy. `memory` (made for the `sizes`
-    of these leaves) holds the tensors if given."""
+    of these leaves) holds the tensors if given.
+
+    CUDA leaves that `beside` names go to another stream, behind what is queued on the current one by now. They must stay as
+    they are, and alive, until `HostCopy.fence`.
+    """
+    if memory is not None and memory.newest is not None:
+        memory.newest.fence()  # it may be under way, where it turned out to be of no use
     copies: dict[str, Leaf] = {}
-    devices: set[torch.device] = set()
+    current: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    aside: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     places = iter(memory.places(sizes(leaves))) if memory is not None else None
     for name, leaf in leaves.items():
         if isinstance(leaf, np.ndarray):
@@ -82,19 +98,34 @@ def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None) -> HostCo
             place = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=cuda and leaf.numel() > 0)
         else:
             place = next(places).view(leaf.dtype).view(leaf.shape)
-        place.copy_(leaf, non_blocking=cuda)
         copies[name] = place
         if cuda:
-            devices.add(leaf.device)
-    events = []
-    for device in devices:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    done = HostCopy(copies, events)
+            (aside if name in beside else current).setdefault(leaf.device, []).append((place, leaf))
+        else:
+            place.copy_(leaf)
+    events = {device: _queue(device, pairs, _stream(device)) for device, pairs in aside.items()}
+    done = HostCopy(copies, [*events.values(), *(_queue(device, pairs) for device, pairs in current.items())], events)
     if memory is not None:
         memory.newest = done
     return done
+
+
+def _queue(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any = None) -> Any:
+    """Copy (place, leaf) on `stream`, by default the device's current one. Returns the event behind the copies."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        for place, leaf in pairs:
+            place.copy_(leaf, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
 
 
 def sizes(leaves: Mapping[str, Leaf]) -> list[int]:

@@ -31,6 +31,7 @@ from trackbridge import fingerprints, hostcopy, process, rng, tree
 from trackbridge.batches import Fetch, plain_ids
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import Part, Timer, UsageError
+from trackbridge.fence import Fence
 from trackbridge.hooks import Inert, in_transform
 from trackbridge.records import MicroBatch, StepContext
 from trackbridge.rng import RngState
@@ -119,7 +120,8 @@ class Recorder:
     ) -> None:
         self._config = config
         self._attempt = attempt
-        self._snapshots = Snapshots(config, directory, rank, attempt, clock)
+        self._fence = Fence(Part("the fence around snapshots", strict=strict, timer=timer))
+        self._snapshots = Snapshots(config, directory, rank, attempt, self._fence, clock)
         self._watched = Watched()
         self._generators: Mapping[str, Any] = {}
         self._devices: tuple[torch.device, ...] | None = None
@@ -154,10 +156,13 @@ class Recorder:
         self._handles = [
             model.register_forward_pre_hook(StartHook(self, model), prepend=True) for model in self._watched.models.values()
         ]
+        self._fence.attach(self._watched.models, self._watched.optimizers.values())
 
     def detach(self) -> None:
         """Remove the hooks and let go of models, batches and snapshots."""
         self._unhook()
+        self._fence.detach()
+        self._drop_snapshot()  # its memory is freed with the others', once what is being copied into it has arrived
         self._watched = Watched()
         self._generators = {}
         self._open = _Open(self._config.batch_bytes)
@@ -170,12 +175,13 @@ class Recorder:
             # A replay of the step does not draw what is drawn in the pause. The next fetch makes up for it: it counts as
             # having moved the state.
             self._before = self._capture()
+        self._fence.fall()  # an evaluation may use other weights
         self._paused += 1
 
     def resume(self) -> None:
         self._paused -= 1
         if not self._paused and self._open.early and self._open.fresh:
-            self._start()  # what ran in between may have drawn numbers
+            self._start(early=True)  # what ran in between may have drawn numbers
 
     # what a feed tells
 
@@ -257,7 +263,7 @@ class Recorder:
         self._before = None
         self._open = _Open(self._config.batch_bytes, micros=ahead)
         if (done.rng is None or done.early) and not off:
-            self._start()
+            self._start(early=True)
             self._open.early = True
         nbytes = _STATE_BYTES * (1 + 2 * len(micros)) + self._config.batch_bytes - done.room
         return RawContext(step, self._attempt, done.rng, tuple(micros), tuple(done.notes), nbytes, after)
@@ -318,12 +324,13 @@ class Recorder:
 
     # parts
 
-    def _start(self) -> None:
+    def _start(self, *, early: bool = False) -> None:
         self._open.rng = self._capture()
-        self._snapshot()
+        self._snapshot(early=early)
 
-    def _snapshot(self) -> None:
-        """Take a snapshot if this step is due one, replacing one that was taken too early."""
+    def _snapshot(self, *, early: bool = False) -> None:
+        """Take a snapshot if this step is due one, replacing one that was taken too early. One that is `early` itself is not
+        copied beside training: between two steps an evaluation may borrow the weights' memory for others."""
         if self._open.snapshot is not None:
             if not self._open.early:
                 return
@@ -331,7 +338,7 @@ class Recorder:
         elif not self._snapshots.due(self._next):
             return
         self._devices = None  # a model may have moved since
-        self._open.snapshot = self._snapshots.take(self._watched, self._next)
+        self._open.snapshot = self._snapshots.take(self._watched, self._next, beside=not early)
 
     def _drop_snapshot(self) -> None:
         if self._open.snapshot is not None:

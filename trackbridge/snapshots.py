@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from trackbridge import hostcopy, tree
 from trackbridge.config import RecorderConfig
 from trackbridge.errors import UsageError
+from trackbridge.fence import Fence
 from trackbridge.rundir import RunDirectory
 
 KEPT = 2
@@ -49,8 +50,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the newest snapshot took: `seconds` on the training thread, `bytes` of host memory. A device copies them on its
-    current stream, behind the work that was queued before (measured on an H200: 55 GB/s)."""
+    """What the newest snapshot took: `seconds` on the training thread, `bytes` of host memory. A device copies them behind the
+    work that was queued before, at 55 GB/s on an H200: weights and optimizer state beside the next forward and backward pass
+    once updates are known to be announced (`trackbridge.fence`), all else, and the first one, on its current stream."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -75,9 +77,11 @@ class Snapshots:
         directory: RunDirectory,
         rank: int,
         attempt: int,
+        fence: Fence,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.cost = Cost()
+        self._fence = fence
         self.why_not = "" if config.snapshot_every else "recorder.snapshot_every is 0"
         self.passed: int | None = None  # the newest step that was looked at for anomalies; set by another thread
         self._margin = config.before + MARGIN
@@ -100,9 +104,9 @@ class Snapshots:
         late = self._making is not None or self._last is None or step - self._last >= self._every
         return late or step % self._every == 0
 
-    def take(self, watched: Watched, step: int) -> Snapshot | None:
-        """Start copying the state to the host. None, with `why_not` set, when that is not possible now. `step` is where the
-        next one is counted from."""
+    def take(self, watched: Watched, step: int, *, beside: bool = True) -> Snapshot | None:
+        """Start copying the state to the host; `publish` or `discard` is to follow. None, with `why_not` set, when that is not
+        possible now. `step` is where the next one is counted from; `beside`: it begins here, and may run beside the copies."""
         if self._making is not None and self._making.is_alive():
             return None
         started = self._clock()
@@ -119,13 +123,21 @@ class Snapshots:
         self._before_last, self._last = self._last, step
         if memory is None:
             return None
-        snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory), memory, missing, first)
+        sources = self._fence.sources(leaves) if beside else {}
+        snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory, beside=sources), memory, missing, first)
+        if sources:
+            self._fence.begin(snapshot.copy, sources.values())
         self.why_not = ""
         self.cost = Cost(self._clock() - started, sum(sizes))
         return snapshot
 
     def publish(self, snapshot: Snapshot, step: int) -> None:
-        """The step that `snapshot` was taken before has a number now."""
+        """The step that `snapshot` was taken before is over and has a number now. Dropped, with `why_not` set, if what it is a
+        copy of was written meanwhile: the next step is due one then."""
+        if why_not := self._fence.end():
+            self.discard(snapshot)
+            self.why_not = why_not
+            return
         snapshot.step = self._last = step
         snapshot.gone_back = self._facts["gone_back"]
         with self._lock:
@@ -144,6 +156,7 @@ class Snapshots:
 
     def discard(self, snapshot: Snapshot) -> None:
         """`snapshot` is not of the state before a step after all."""
+        self._fence.end()
         self._spare = snapshot.memory
         self._last = self._before_last
 

@@ -14,6 +14,7 @@ import torch
 
 from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.errors import Part
+from trackbridge.hooks import has_closure
 from trackbridge.names import LAYER
 from trackbridge.probes import dead_rows, gradients, weights
 from trackbridge.probes.activations import ActivationProbe
@@ -255,7 +256,7 @@ class Session:
         depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 0) + 1
         if depth > 1:
             return
-        closure = _has_closure(args, kwargs)
+        closure = has_closure(args, kwargs)
         with self._updating:
             for probe, part in self._around:
                 part.run(probe.before_update, optimizer, closure=closure)
@@ -264,13 +265,8 @@ class Session:
         depth = self._under_way[id(optimizer)] = self._under_way.get(id(optimizer), 1) - 1
         if depth > 0:
             return
-        closure = _has_closure(args, kwargs)
+        closure = has_closure(args, kwargs)
         with self._updating:
             self._rates |= learning_rates(self.subject.optimizers, of=optimizer)
             for probe, part in reversed(self._around):
                 part.run(probe.after_update, optimizer, closure=closure)
-
-
-def _has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """`args` are those of the unbound `step`, the optimizer first."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
