@@ -73,7 +73,7 @@ def test_right_number(x: Tensor) -> None:
     agrees(found[:, 0], neighbours[0])
     agrees(found[:, 2], neighbours[2])
     assert np.array_equal(found[:3], cpu.summarise(neighbours), equal_nan=True)
-    assert cpu.norms(neighbours)[1] == pytest.approx(found[NORM, 1], rel=1e-12, nan_ok=True)
+    assert np.array_equal(cpu.norms(neighbours), found[NORM], equal_nan=True)  # a replay has more of a step than was recorded
     assert np.array_equal(found, cpu.summarise([t.clone() for t in neighbours], sums=True), equal_nan=True)
 
 
@@ -100,9 +100,9 @@ def test_what_is_multiplied_on_the_way_has_torchs_bits(sums: bool, by: float) ->
     tensors[1][:9] = -0.0
     factor = torch.tensor(by)
     wanted = [tensor * factor for tensor in tensors]
-    found = cpu.summarise(tensors, sums=sums, by=factor.item())
+    found = cpu.summarise(tensors, sums=True, by=factor.item()) if sums else cpu.norms(tensors, by=factor.item())[None]
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(tensors, wanted, strict=True))
-    assert np.array_equal(found, cpu.summarise(wanted, sums=sums))
+    assert np.array_equal(found, cpu.summarise(wanted, sums=True)[: len(found)])
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:

@@ -113,7 +113,7 @@ def test_exact_on_both(recorded: Recorded) -> None:
     found = recorded.reports["plain"]
     assert found[0] == found[1], "one report for all"
     assert found[0].verdict == "exact" and found[0].verdicts == ("exact", "exact"), found[0].to_markdown()
-    assert all(step.compared > 50 and step.rng == "exact" for step in found[0].steps)
+    assert all(step.compared > 35 and step.rng == "exact" for step in found[0].steps)
     assert "By rank: exact, exact" in found[0].to_markdown()
 
 

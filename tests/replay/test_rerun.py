@@ -50,7 +50,7 @@ def test_exact_in_a_fresh_process(run_dir: Path) -> None:
     assert (report.restart_step, report.anomaly_step, report.last_step) == (48, replays.BAD, replays.BAD + 4)
     assert [step.step for step in report.steps] == list(range(48, 57))
     for step in report.steps:
-        assert step.compared > 50 and step.different == 0 and step.rng == "exact"
+        assert step.compared > 35 and step.different == 0 and step.rng == "exact"
         assert step.losses[0] == step.losses[1]
     spike = report.steps[replays.BAD - 48]
     assert spike.loss_recorded is not None and spike.loss_recorded > 5

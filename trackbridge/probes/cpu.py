@@ -112,34 +112,29 @@ def summarise(tensors: Sequence[Tensor], *, sums: bool = False, by: float | None
     """One pass over `tensors`, of one dtype, none empty. Float64, shape (r, k).
 
     Rows: norms, largest absolute elements (NaN where there is a NaN), counts of non-finite elements; with `sums`, sums, and
-    counts of elements that are not 0. Norms are finite wherever they are as float64. With `by`, contiguous float32 `tensors`
-    are multiplied in place by this float32, and looked at while they are at hand.
+    counts of elements that are not 0. Norms have the bits of `norms`. `by`: see there.
     """
     result = np.zeros((5 if sums else 3, len(tensors)))
     joined, alone = _plan(tuple([tensor.numel() for tensor in tensors]))
-    factor = None if by is None else np.float32(by)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for which, starts in joined:
-            now = [tensors[i] for i in which]
-            if by is not None:
-                torch._foreach_mul_(now, by)
-            result[:, which] = _joined(_join(now), starts, sums)
+            result[:, which] = _joined(_join([tensors[i] for i in which], by), starts, sums)
         for i in alone:
-            flat = tensors[i].detach().reshape(-1)
-            result[:, i] = _with_sums(flat, factor) if sums else _alone(flat, factor)
+            result[:, i] = (_with_sums if sums else _alone)(tensors[i].detach().reshape(-1), by)
     return result
 
 
-def norms(tensors: Sequence[Tensor]) -> FloatArray:
-    """Their norms alone, shape (k,)."""
+def norms(tensors: Sequence[Tensor], *, by: float | None = None) -> FloatArray:
+    """Their norms, shape (k,), finite wherever they are as float64. With `by`, contiguous float32 `tensors` are multiplied in
+    place by this float32, and looked at while they are at hand."""
     result = np.empty(len(tensors))
     joined, alone = _plan(tuple([tensor.numel() for tensor in tensors]))
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for which, starts in joined:
-            result[which] = np.sqrt(np.add.reduceat(np.square(_join([tensors[i] for i in which])), starts))
+            result[which] = np.sqrt(np.add.reduceat(np.square(_join([tensors[i] for i in which], by)), starts))
         for i in alone:
-            flat = tensors[i].reshape(-1)
-            result[i] = math.sqrt(_safely(flat, sum(dot(x, x) for x in pieces(flat))))
+            flat = tensors[i].detach().reshape(-1)
+            result[i] = math.sqrt(_safely(flat, sum(dot(x, x) for x in _multiplied(flat, by))))
     return result
 
 
@@ -193,9 +188,18 @@ def _starts(sizes: Sequence[int], which: Sequence[int]) -> npt.NDArray[np.intp]:
     return np.cumsum([0, *(sizes[i] for i in which[:-1])], dtype=np.intp)
 
 
-def _join(tensors: Sequence[Tensor]) -> FloatArray:
-    """Their elements, one tensor after the other."""
-    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))  # type: ignore[no-untyped-call]
+def _multiplied(flat: Tensor, by: float | None) -> Iterator[Array]:
+    """`pieces`, multiplied in place on the way."""
+    factor = None if by is None else np.float32(by)
+    for x in pieces(flat):
+        yield x if factor is None else np.multiply(x, factor, out=x)
+
+
+def _join(tensors: list[Tensor], by: float | None) -> FloatArray:
+    """Their elements, one tensor after the other, multiplied in place before."""
+    if by is not None:
+        torch._foreach_mul_(tensors, by)
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat.detach().double().numpy()
 
 
@@ -210,25 +214,21 @@ def _joined(x: FloatArray, starts: npt.NDArray[np.intp], sums: bool) -> FloatArr
     return np.stack(found)
 
 
-def _alone(flat: Tensor, factor: np.float32 | None) -> list[float]:
+def _alone(flat: Tensor, by: float | None) -> list[float]:
     squares = 0.0
     high, low = -math.inf, math.inf
-    for x in pieces(flat):
-        if factor is not None:
-            np.multiply(x, factor, out=x)
+    for x in _multiplied(flat, by):
         squares += dot(x, x)
         high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))
     return [math.sqrt(_safely(flat, squares)), math.nan if math.isnan(squares) else max(high, -low), _bad(flat, squares)]
 
 
-def _with_sums(flat: Tensor, factor: np.float32 | None) -> list[float]:
+def _with_sums(flat: Tensor, by: float | None) -> list[float]:
     squares = added = 0.0
     zeros = 0
     high, low = -math.inf, math.inf
-    for x in pieces(flat):
+    for x in _multiplied(flat, by):
         n = len(x)
-        if factor is not None:
-            np.multiply(x, factor, out=x)
         squares += dot(x, x)
         added += total(x)
         high, low = max(high, float(np.maximum.reduce(x))), min(low, float(np.minimum.reduce(x)))

@@ -24,7 +24,6 @@ from trackbridge.probes.base import BoolArray, Gate, OfGradients, Stats
 from trackbridge.probes.layout import copies_of, world_size
 from trackbridge.probes.rows import Rows, alike, parted, root_sum, with_gradients
 from trackbridge.probes.subject import Members, Subject, local
-from trackbridge.probes.total_norm import Norms, TotalNorm
 from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
@@ -33,8 +32,7 @@ STATISTICS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_mean", "grad_zero
 TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
-ELEMENTS_EVERY = 10  # on the CPU, where they take passes of their own
-LEAST = 1e-15  # a norm below this was not worked out in float32
+ELEMENTS_EVERY = 10  # on the CPU, where they take four more passes
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -60,7 +58,6 @@ class GradientProbe(OfGradients):
         self._every = config.gradients_every
         usual = ELEMENTS_EVERY if subject.device.type == "cpu" else 1
         self._elements_every = usual if config.elements_every is None else config.elements_every
-        self._total = TotalNorm()
         self._gate = gate
         self._part = part
         size = len(subject.parameters)
@@ -110,17 +107,16 @@ class GradientProbe(OfGradients):
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, model: str | None
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of: the total norm is torch's own, and gives the
-        norms of the gradients where it can (`TotalNorm`); else the multiplication is ours where `reduce.scalable`, and measures
-        on the way; else torch does it after a look at the gradients."""
+        """`torch.nn.utils.clip_grad_norm_`, in the two halves torch makes it of: the total norm is torch's own; the
+        multiplication is ours where `reduce.scalable`, which measures on the way, else torch does it after a look at the
+        gradients."""
         if model is not None and model not in self._subject.models:
             raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
         chosen = self._subject.models if model is None else {model: self._subject.models[model]}
         parameters = list({id(p): p for module in chosen.values() for p in module.parameters()}.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = self._norms(gradients, norm_type, foreach)
         try:
-            total = norms.total if norms else torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+            total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
             with self._part:
                 self._count(parameters)
@@ -128,38 +124,15 @@ class GradientProbe(OfGradients):
         scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
             with self._part:
-                scaling = self._scale(parameters, max_norm, norm_type, total, foreach) if norms is None else None
+                scaling = self._scale(parameters, max_norm, norm_type, total, foreach)
             with self._part:
                 if scaling is not None:
                     self._keep(*scaling)
                 place = len(self._keys) if model is None else self._keys.index(model)
-                self._note(total, norm_type, parameters if norms is None and scaling is None else None, place)
+                self._note(total, norm_type, parameters if scaling is None else None, place)
         if scaling is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
-        if norms is not None:
-            with self._part:
-                self._keep_norms(parameters, norms, max_norm)
         return total
-
-    def _norms(self, gradients: list[Tensor], norm_type: float, foreach: bool | None) -> Norms | None:
-        """The total norm and those that it is made of, in a step that takes no more of the gradients than norms."""
-        if norm_type == 2.0 and foreach is None and self._part.alive:
-            with self._part:
-                if self._gate.due(self._every, always=True) and not self._with_elements():
-                    return self._total.of(gradients)
-        return None
-
-    def _keep_norms(self, parameters: Sequence[Tensor], norms: Norms, max_norm: float) -> None:
-        """The norms of the gradients that torch has multiplied since."""
-        known, gradients = with_gradients(self._subject.rows(parameters), parameters)
-        rows = [row for row in known if row is not None]
-        if len(rows) == len(known):
-            found = norms.parts.double() * _factor(max_norm, norms.total).double()
-            for place in torch.nonzero(found < LEAST).flatten().tolist():
-                found[place] = reduce.norms([gradients[place]])[0]
-            self._norm.write(rows, found)
-            self._counted[rows] = 1.0
-            self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
     @torch.no_grad()
     def _scale(
@@ -173,8 +146,8 @@ class GradientProbe(OfGradients):
         rows, gradients = parted([(row, g) for row, g in zip(known, given, strict=True) if row is not None and g.numel()])
         if None in known or not reduce.scalable(gradients, total):
             return None
-        factor, elements = _factor(max_norm, total), self._with_elements()
-        return rows, gradients, reduce.scale(gradients, factor, total, elements=elements)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        return rows, gradients, reduce.scale(gradients, factor, total, elements=self._with_elements())
 
     def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
         found = reduce.scaled_summary(partial)
@@ -305,11 +278,6 @@ class GradientProbe(OfGradients):
             mine = seen & (self._owners == key)
             parts.append(clipped[place] if known[place] else root_sum(measured, mine))
         return math.hypot(*parts)
-
-
-def _factor(max_norm: float, total: Tensor) -> Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of this total norm by."""
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 def _vanishing(rms: FloatArray, of: BoolArray) -> int:
