@@ -56,8 +56,8 @@ class ActivationsConfig(Section):
     )
     channels_every: int = Field(10, ge=0, description="cadence of the kurtosis over channels, one more read; 0: never")
     embedding_rows: int = Field(3, ge=0, le=16, description="rows of the embedding with the largest gradients; 0: none")
-    embedding_every: int | None = Field(
-        None, ge=1, description="cadence of that; reads the table's gradient once more; default: 1, on the CPU 10"
+    embedding_every: int = Field(
+        1, ge=1, description="cadence of that in optimizer steps; reads the table's gradient once more"
     )
     attention_every: int = Field(0, ge=0, description="cadence of the largest attention logit of each block; 0: never")
     attention_queries: int = Field(16, ge=1, description="query positions of each sequence whose logits are looked at")

@@ -20,7 +20,7 @@ class Lab:
         every = {"weights_every": 1, "moments_every": 1, "elements_every": 1}
         parameters = ParametersConfig(**{**every, **{k: v for k, v in config.items() if k in ParametersConfig.model_fields}})
         given = {k: v for k, v in config.items() if k in ActivationsConfig.model_fields}
-        activations = ActivationsConfig(**{"channels_every": 1, "embedding_every": 1, **given})
+        activations = ActivationsConfig(**{"channels_every": 1, **given})
         self.instruments = Instruments(parameters, activations, strict=True)
         self.models = model if isinstance(model, dict) else {"": model}
         self.optimizers = {} if optimizer is None else optimizer if isinstance(optimizer, dict) else {"": optimizer}

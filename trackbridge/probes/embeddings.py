@@ -25,7 +25,6 @@ from trackbridge.records import FloatArray
 from trackbridge.slab import Field, Slab
 
 STATISTICS = ("norm", "row")
-EVERY_ON_CPU = 10  # steps: one more read there
 
 
 class EmbeddingProbe(OfGradients):
@@ -34,7 +33,7 @@ class EmbeddingProbe(OfGradients):
     def __init__(self, subject: Subject, config: ActivationsConfig, gate: Gate) -> None:
         self._subject = subject
         self._gate = gate
-        self._every = config.embedding_every or (EVERY_ON_CPU if subject.device.type == "cpu" else 1)
+        self._every = config.embedding_every
         self._count = count = config.embedding_rows
         self._tables: list[tuple[Tensor, int]] = []  # and its place among the parameters
         self._first: dict[int, int | None] = {}  # row of the whole table with which a shard begins; None: its rows are split
@@ -125,11 +124,12 @@ def hottest(gradient: Tensor, out: Tensor, count: int) -> None:
         hottest_kernels.hottest(gradient, out, count)
         return
     if gradient.device.type == "cpu":
-        out.zero_()
+        norms, rows = out.numpy().reshape(2, count)
+        norms[:] = rows[:] = 0.0
         squares = cpu.row_squares(gradient)
         for place in range(min(count, len(squares))):
-            row = int(squares.argmax())  # NaN is the largest
-            out[place], out[count + place] = math.sqrt(squares[row]), row
+            row = squares.argmax()  # NaN is the largest
+            norms[place], rows[place] = math.sqrt(squares[row]), row
             squares[row] = -1.0
         return
     dtype = torch.promote_types(gradient.dtype, torch.float32)
