@@ -420,6 +420,7 @@ import sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trackbridge import tree
 from trackbridge.config import RecorderConfig
@@ -434,9 +435,10 @@ rank, where = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+mesh = init_device_mesh("cpu", (2,))
 for layer in model:
-    fully_shard(layer)
-fully_shard(model)
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters())
 record = Recorder(RecorderConfig(snapshot_every=1), RunDirectory(where), rank, attempt=0, strict=True)
 record.attach({"": model}, {"": optimizer})

@@ -69,8 +69,11 @@ class Fence:
         self._lock = threading.Lock()
 
     def attach(self, models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Look at what is done to these, instead of others."""
+        """Look at what is done to these, instead of others. Not where no parameter is on a device that copies by itself."""
         self.detach()
+        parameters = [_local(parameter) for model in models.values() for parameter in model.parameters()]
+        if not any(movable(parameter) for parameter in parameters if parameter is not None):
+            return
         self._models, self._optimizers = models, tuple(optimizers)
         self._announced.intersection_update(self._optimizers)
         before_update = torch.compiler.disable(self._before_update)  # type: ignore[no-untyped-call]
@@ -106,9 +109,14 @@ class Fence:
                     found[name] = Source(of, leaf, (of._version, here._version))
         return found
 
-    def begin(self, copy: HostCopy, sources: Iterable[Source]) -> None:
-        """`copy`, of `sources` among others, is under way."""
+    def hold(self, copy: HostCopy, sources: Iterable[Source]) -> None:
+        """`copy`, of `sources` among others, is under way or will be."""
         self._copy, self._sources = copy, tuple(sources)
+
+    def begin(self) -> None:
+        """The step's forward pass begins, and what is copied to the host before it is queued: now the large copy."""
+        if self._copy is not None and self._copy.later and not hostcopy.capturing():
+            self._copy.begin()
 
     def fall(self) -> None:
         """Something may be written. Each stream that comes here waits for the copy, until `end`."""

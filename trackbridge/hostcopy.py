@@ -22,11 +22,13 @@ _streams: dict[torch.device, Any] = {}  # for copies beside training, one a devi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopy:
-    """Leaves in host memory. Those that came from a CUDA device hold their values only after `wait`. `beside` has the event,
-    by device, behind what was copied on a stream of its own: it is among `events` too."""
+    """Leaves in host memory. Those that came from a CUDA device hold their values only after `wait`. `later` has, by device,
+    the (place, leaf) that are copied on a stream of their own from `begin` on, `beside` the event behind those copies: it is
+    among `events` too."""
 
     leaves: dict[str, Leaf]
     events: list[Any] = field(default_factory=list)
+    later: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     beside: dict[torch.device, Any] = field(default_factory=dict)
 
     def wait(self) -> None:
@@ -34,8 +36,17 @@ class HostCopy:
         for event in self.events:
             event.synchronize()
 
+    def begin(self) -> None:
+        """Queue the copies beside the current streams, behind what is queued there by now: small copies to the host that come
+        later wait for these, for a device makes all of them in one engine, one after the other."""
+        while self.later:
+            device, pairs = self.later.popitem()
+            self.beside[device] = event = _queue(device, pairs, _stream(device))
+            self.events.append(event)
+
     def fence(self) -> None:
         """What is queued on the current streams from here on runs after the copies beside them. The host waits for nothing."""
+        self.begin()
         for device, event in self.beside.items():
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -80,8 +91,8 @@ def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None, *, beside
     current stream, into pinned memory: what is queued there later cannot change the copy. `memory` (made for the `sizes`
     of these leaves) holds the tensors if given.
 
-    CUDA leaves that `beside` names go to another stream, behind what is queued on the current one by now. They must stay as
-    they are, and alive, until `HostCopy.fence`.
+    CUDA leaves that `beside` names are copied on another stream, from `HostCopy.begin` on. They must stay as they are, and
+    alive, until `HostCopy.fence`.
     """
     if memory is not None and memory.newest is not None:
         memory.newest.fence()  # it may be under way, where it turned out to be of no use
@@ -103,8 +114,7 @@ def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None, *, beside
             (aside if name in beside else current).setdefault(leaf.device, []).append((place, leaf))
         else:
             place.copy_(leaf)
-    events = {device: _queue(device, pairs, _stream(device)) for device, pairs in aside.items()}
-    done = HostCopy(copies, [*events.values(), *(_queue(device, pairs) for device, pairs in current.items())], events)
+    done = HostCopy(copies, [_queue(device, pairs) for device, pairs in current.items()], aside)
     if memory is not None:
         memory.newest = done
     return done

@@ -227,6 +227,7 @@ class Recorder:
         if self._open.fresh:
             self._start()
             self._open.early = False
+        self._fence.begin()
         self._open.forwards += 1
 
     def close_step(

@@ -126,7 +126,7 @@ class Snapshots:
         sources = self._fence.sources(leaves) if beside else {}
         snapshot = Snapshot(skeleton, hostcopy.copy(leaves, memory, beside=sources), memory, missing, first)
         if sources:
-            self._fence.begin(snapshot.copy, sources.values())
+            self._fence.hold(snapshot.copy, sources.values())
         self.why_not = ""
         self.cost = Cost(self._clock() - started, sum(sizes))
         return snapshot
