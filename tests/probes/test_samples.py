@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
-from trackbridge.probes import cpu, moments, samples
+from trackbridge.probes import cpu, moments, samples, site_statistics
 from trackbridge.probes.moments import WIDTH, add_all_on_cpu, add_on_cpu, finish
 from trackbridge.probes.samples import Samples
 
@@ -80,7 +81,7 @@ def test_right_numbers(kind: str) -> None:
 
 def held(*outputs: tuple[int, Tensor]) -> np.ndarray:
     rows = np.zeros((3, WIDTH))
-    these = Samples(rows)
+    these = Samples(rows, lambda x, site: None)
     for site, y in outputs:
         these.add(y, site)
         if y.dtype is torch.float32:
@@ -110,7 +111,7 @@ def test_how_they_are_grouped_changes_no_bit(room: int, monkeypatch: pytest.Monk
 
 def test_another_thread_measures_at_once() -> None:
     rows = np.zeros((2, WIDTH))
-    these = Samples(rows)
+    these = Samples(rows, lambda x, site: None)
     y = torch.randn(100)
     these.add(y, 0)
     thread = threading.Thread(target=these.add, args=(y, 1))
@@ -168,3 +169,30 @@ def test_the_quick_way_finds_the_same_elements(after: Any, shape: tuple[int, ...
     tokens = y.reshape(-1, y.shape[-1])[::7] if y.numel() >= 1 << 17 and y.numel() >= 1024 * y.shape[-1] else y
     assert found[0]["act/part/mean"] == pytest.approx(tokens.mean().item(), rel=1e-4, abs=1e-6)
     assert found[0]["act/part/std"] == pytest.approx(tokens.std(correction=0).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e19], ids=["usual", "beyond float32's squares"])
+@pytest.mark.parametrize("way", ["slow", "mixed", "crowded", "too long"])
+def test_every_way_gives_the_same_bits(way: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments and channels of micro-batches: measured together; each in the hook; in turns; and with room for few or none."""
+
+    def values() -> dict[str, float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Then(lambda y: y * scale), nn.Linear(64, 64))
+        lab = Lab(model, sgd(model), sites=["0", "1"], channels_every=1)
+        for shape in ((16, 149, 64), (8, 11, 64), (5, 64), (16, 149, 64), (16, 149, 64)):
+            model(torch.randn(shape)).mean().backward()
+        return {name: value for name, value in lab.close().items() if name.startswith("act/")}
+
+    expected = values()
+    assert {"act/0/channel_kurtosis", "act/1/channel_kurtosis", "act/0/kurtosis"} <= expected.keys()
+    if way == "crowded":
+        monkeypatch.setattr(samples, "ROOM", 50_000)
+    elif way == "too long":
+        monkeypatch.setattr(samples, "LONGEST", 10)
+    else:
+        answers = itertools.cycle([False] if way == "slow" else [True, False, False])
+        monkeypatch.setattr(site_statistics, "plain", lambda output: next(answers))
+        if way == "slow":
+            monkeypatch.setattr(samples, "LONGEST", 10)
+    assert values() == expected

@@ -71,7 +71,7 @@ class Sites:
             self.cells = self.kernels.cells_for(count, slab.device)
         on_cpu = slab.device.type == "cpu"
         rows = slab.device_view("activations")
-        self.samples = Samples(rows.numpy().reshape(-1, moments.WIDTH)) if on_cpu else None
+        self.samples = Samples(rows.numpy().reshape(-1, moments.WIDTH), self._add_by_channel) if on_cpu else None
         self.channels: Any = None
         if count and self._channels_every:
             width = channels.widest(module for module, _, _ in self.targets)
@@ -91,13 +91,18 @@ class Sites:
             x = channels.by_channel(y, module) if due else None
         always = self._gate + ALWAYS
         if self.samples is not None and y.device.type == "cpu":
+            if due:
+                self.samples.settle(site)
             self.samples.add(y, site)
         elif self._readable(y):
             self.kernels.observe(y, self.cells, self.slab, site, always)
         else:
             observe(y, self.slab, self._offset + site * moments.WIDTH, always)
         if due and x is not None:
-            self.channels.add(x, self.slab, site, always)
+            self._add_by_channel(x, site)
+
+    def _add_by_channel(self, x: Tensor, site: int) -> None:
+        self.channels.add(x, self.slab, site, self._gate + ALWAYS)
 
     def trace(self, y: Tensor, site: int, module: nn.Module) -> None:
         """`add` as operations of a graph; what they do depends on the gates."""
@@ -160,11 +165,13 @@ class Site:
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
         sites = self.sites
-        if self.ends_in_channels and sites.samples is not None and not sites.by_channel and plain(output):
+        if self.ends_in_channels and sites.samples is not None and plain(output):
             every = _every(output.shape, sites.least)
             if every:  # the usual case in few operations; `sites.add` would find the same elements
                 x = output.numpy(force=True)
-                sites.samples.hold(x.reshape(-1, x.shape[-1])[::every], self.number)
+                tokens = x.reshape(-1, x.shape[-1])[::every]
+                by_channel = sites.by_channel and channels.channels_last(output, module) is not None
+                sites.samples.hold(tokens, self.number, x.shape[-1] if by_channel else 0)
                 return
         with torch.no_grad():
             tensor = _activation(output)
