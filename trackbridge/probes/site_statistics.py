@@ -19,7 +19,7 @@ from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
 from trackbridge.probes.observe import observe, observers
 from trackbridge.probes.outputs import elements, first_tensor
-from trackbridge.probes.samples import Samples, plain
+from trackbridge.probes.output_copies import Copies, plain
 from trackbridge.probes.sites import choose
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
@@ -71,7 +71,7 @@ class Sites:
             self.cells = self.kernels.cells_for(count, slab.device)
         on_cpu = slab.device.type == "cpu"
         rows = slab.device_view("activations")
-        self.samples = Samples(rows.numpy().reshape(-1, moments.WIDTH), self._add_by_channel) if on_cpu else None
+        self.copies = Copies(rows.numpy().reshape(-1, moments.WIDTH), self._add_by_channel) if on_cpu else None
         self.channels: Any = None
         if count and self._channels_every:
             width = channels.widest(module for module, _, _ in self.targets)
@@ -84,16 +84,16 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.by_channel
-        least = self.least or (SOME if self.samples is not None and is_large(y.numel(), y.shape) else 1)
+        least = self.least or (SOME if self.copies is not None and is_large(y.numel(), y.shape) else 1)
         if least > 1:
             y, x = some(y, module, least)
         else:
             x = channels.by_channel(y, module) if due else None
         always = self._gate + ALWAYS
-        if self.samples is not None and y.device.type == "cpu":
+        if self.copies is not None and y.device.type == "cpu":
             if due:
-                self.samples.settle(site)
-            self.samples.add(y, site)
+                self.copies.settle(site)
+            self.copies.add(y, site)
         elif self._readable(y):
             self.kernels.observe(y, self.cells, self.slab, site, always)
         else:
@@ -122,8 +122,8 @@ class Sites:
 
     def collect(self) -> None:
         """The end of a step: samples and cells to rows."""
-        if self.samples is not None:
-            self.samples.measure()
+        if self.copies is not None:
+            self.copies.measure()
         if self.kernels is not None:
             self.kernels.collect(self.cells, self.slab, self._offset)
         if self.channels is not None and self._gates.opened[CHANNELS]:
@@ -165,13 +165,13 @@ class Site:
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
         sites = self.sites
-        if self.ends_in_channels and sites.samples is not None and plain(output):
+        if self.ends_in_channels and sites.copies is not None and plain(output):
             every = _every(output.shape, sites.least)
             if every:  # the usual case in few operations; `sites.add` would find the same elements
                 x = output.numpy(force=True)
                 tokens = x.reshape(-1, x.shape[-1])[::every]
                 by_channel = sites.by_channel and channels.channels_last(output, module) is not None
-                sites.samples.hold(tokens, self.number, x.shape[-1] if by_channel else 0)
+                sites.copies.hold(tokens, self.number, x.shape[-1] if by_channel else 0)
                 return
         with torch.no_grad():
             tensor = _activation(output)

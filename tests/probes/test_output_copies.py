@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
-from trackbridge.probes import cpu, moments, samples, site_statistics
+from trackbridge.probes import cpu, moments, output_copies, site_statistics
 from trackbridge.probes.moments import WIDTH, add_all_on_cpu, add_on_cpu, finish
-from trackbridge.probes.samples import Samples
+from trackbridge.probes.output_copies import Copies
 
 LENGTHS = st.sampled_from([1, 2, 7, 100, 4096, cpu.DOT, cpu.DOT + 1, 28224, 33333, 49999, cpu.PIECE])
 KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -81,7 +81,7 @@ def test_right_numbers(kind: str) -> None:
 
 def held(*outputs: tuple[int, Tensor]) -> np.ndarray:
     rows = np.zeros((3, WIDTH))
-    these = Samples(rows, lambda x, site: None)
+    these = Copies(rows, lambda x, site: None)
     for site, y in outputs:
         these.add(y, site)
         if y.dtype is torch.float32:
@@ -99,10 +99,10 @@ def outputs(draw: torch.Generator) -> list[tuple[int, Tensor]]:
     return [*made, half, turned, (0, torch.randn(2, 30, generator=draw))]
 
 
-@pytest.mark.parametrize("room", [samples.ROOM, 3000, 2000])
+@pytest.mark.parametrize("room", [output_copies.ROOM, 3000, 2000])
 def test_how_they_are_grouped_changes_no_bit(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "ROOM", room)
-    monkeypatch.setattr(samples, "LONGEST", 2000)
+    monkeypatch.setattr(output_copies, "ROOM", room)
+    monkeypatch.setattr(output_copies, "LONGEST", 2000)
     expected = np.zeros((3, WIDTH))
     for site, y in outputs(torch.Generator().manual_seed(0)):
         add_on_cpu(y, expected[site])
@@ -111,7 +111,7 @@ def test_how_they_are_grouped_changes_no_bit(room: int, monkeypatch: pytest.Monk
 
 def test_another_thread_measures_at_once() -> None:
     rows = np.zeros((2, WIDTH))
-    these = Samples(rows, lambda x, site: None)
+    these = Copies(rows, lambda x, site: None)
     y = torch.randn(100)
     these.add(y, 0)
     thread = threading.Thread(target=these.add, args=(y, 1))
@@ -187,12 +187,12 @@ def test_every_way_gives_the_same_bits(way: str, scale: float, monkeypatch: pyte
     expected = values()
     assert {"act/0/channel_kurtosis", "act/1/channel_kurtosis", "act/0/kurtosis"} <= expected.keys()
     if way == "crowded":
-        monkeypatch.setattr(samples, "ROOM", 50_000)
+        monkeypatch.setattr(output_copies, "ROOM", 50_000)
     elif way == "too long":
-        monkeypatch.setattr(samples, "LONGEST", 10)
+        monkeypatch.setattr(output_copies, "LONGEST", 10)
     else:
         answers = itertools.cycle([False] if way == "slow" else [True, False, False])
         monkeypatch.setattr(site_statistics, "plain", lambda output: next(answers))
         if way == "slow":
-            monkeypatch.setattr(samples, "LONGEST", 10)
+            monkeypatch.setattr(output_copies, "LONGEST", 10)
     assert values() == expected

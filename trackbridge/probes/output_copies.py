@@ -22,7 +22,7 @@ ROOM = 1 << 19  # elements of all copies, 2 MiB: they are still in the cache whe
 LONGEST = cpu.PIECE  # elements of one; of more the arithmetic is what costs
 
 
-class Samples:
+class Copies:
     """`rows`: where the moments of each site go, shape (sites, `moments.WIDTH`); `by_channel` adds elements of a site, shape
     (tokens, channels), to the statistics of its channels. Copies are measured when there is no room left
     and at the end of the step; each gives the bits that it would have given at once, and those of a site are merged in the
