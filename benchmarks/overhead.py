@@ -263,7 +263,8 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            least = odd_prime(config.tokens) if config.tokens else SOME if dear and is_large(tensor) else 1
+            large = dear and is_large(tensor.numel(), tensor.shape)
+            least = odd_prime(config.tokens) if config.tokens else SOME if large else 1
             outputs.append(tensor.nbytes / stride(least, tensor.shape[1:-1]))
 
     sites = choose(case.model, config)

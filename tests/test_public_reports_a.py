@@ -183,7 +183,7 @@ def test_a5_outputs_of_every_kind_and_a_bug_of_ours(
     seen = {name for name in SHAPES if values(record, f"act/odd.{name}/mean")}
     assert seen == {"dict", "nested", "dataclass"}
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr("trackbridge.probes.moments.add_on_cpu", lambda *_: 1 / 0)
+    monkeypatch.setattr("trackbridge.probes.moments.add_all_on_cpu", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR, "trackbridge"):
         broken, record = trained(True, tmp_path / "broken")
     assert record is not None and all(map(torch.equal, plain, broken))  # the step went on as if we were not there

@@ -13,6 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _KEYS = torch._C._TorchDispatchModeKey
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_backward = torch._C._current_graph_task_id
+_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
 
 
 class Inert:
@@ -74,16 +77,13 @@ in_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def in_backward() -> bool:
     """True inside a backward pass: recomputation of a checkpointed part, in both of its modes."""
-    return bool(torch._C._current_graph_task_id() >= 0)
+    return bool(_backward() >= 0)
 
 
 def in_transform() -> bool:
     """True while a function is transformed or traced, and not run for its numbers: inside torch.func (vmap, grad), where
     nothing outside may be written to, in `torch.jit.trace` and `make_fx`, and under a `FakeTensorMode` (export, estimates of
     memory)."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(_KEYS.FAKE) is not None
-        or torch._C._get_dispatch_mode(_KEYS.PROXY) is not None
-    )
+    if _transforms() is not None or _tracing() is not None:
+        return True
+    return bool(_modes()) and (_mode(_KEYS.FAKE) is not None or _mode(_KEYS.PROXY) is not None)

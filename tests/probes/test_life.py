@@ -277,7 +277,7 @@ def test_a_bug_of_ours_does_not_stop_training(monkeypatch: pytest.MonkeyPatch, c
         raise ValueError("a bug of ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(moments, "add_on_cpu", broken)
+    monkeypatch.setattr(moments, "add_all_on_cpu", broken)
     monkeypatch.setattr(reduce, "summary", broken)
     monkeypatch.setattr(reduce, "extent", broken)
     model = Stack()

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 NAME = "channel_kurtosis"
+CHANNELS_SECOND = (_ConvNd, _BatchNorm, nn.GroupNorm)
 CHUNK = 1 << 18  # elements squared at once: their squares stay in the cache
 WIDEST = 1 << 14  # channels; wider outputs are logits over a vocabulary
 LEAST = 1e-30  # mean square below which float32 has lost digits
@@ -34,7 +35,7 @@ def by_channel(y: Tensor, module: nn.Module) -> Tensor | None:
 def channels_last(y: Tensor, module: nn.Module) -> Tensor | None:
     """`y` seen with its channels as the last dimension, where they are already, but after a convolution the second. None where
     that is not known (images from a composite module) or there are fewer than two of them."""
-    if y.dim() > 2 and isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm)):
+    if y.dim() > 2 and isinstance(module, CHANNELS_SECOND):
         y = y.movedim(1, -1)
     elif not 2 <= y.dim() <= 3:
         return None

@@ -26,10 +26,12 @@ from trackbridge.records import FloatArray
 
 PIECE = 1 << 17  # elements
 DOT = 1 << 13
+BLOCK = 1 << 16  # elements of several vectors that take their passes together: squares of them stay in the cache
 SMALL = 1 << 11  # elements of a tensor that is joined with others
 JOINED = 1 << 15  # elements of those together
 LEAST = 1e-30  # a float32 sum of squares below this may have lost some
 Array = npt.NDArray[Any]
+NORMAL = {np.dtype(kind): float(np.finfo(kind).tiny) for kind in (np.float32, np.float64)}
 
 
 class Buffers(threading.local):
@@ -81,10 +83,28 @@ def total(a: Array) -> float:
     return sum(found)
 
 
+def dots(a: Array, b: Array) -> list[float]:
+    """`dot` of each row of `a`, shape (k, n), with the same row of `b`, or with its only one; to the bit."""
+    k, n = a.shape
+    rows, width = (1, n) if n <= DOT else _fold(n)
+    whole = rows * width
+    left, right = a[:, :whole].reshape(k, rows, 1, width), b[:, :whole].reshape(len(b), rows, width, 1)
+    found = [sum(row) for row in np.matmul(left, right).reshape(k, rows).tolist()]
+    if whole < n:
+        rest = np.matmul(a[:, None, whole:], b[:, whole:, None]).reshape(k).tolist()
+        found = [x + y for x, y in zip(found, rest, strict=True)]
+    return found
+
+
+def totals(a: Array) -> list[float]:
+    """`total` of each row of `a`, shape (k, n); to the bit."""
+    return dots(a, _ones(a.dtype, a.shape[1])[None])
+
+
 def root(square: Any) -> float:
     """The absolute value whose rounded square `square` is, exactly; 0 where range was lost. (In radix 2 a correctly rounded
     root of a rounded square gives back what was squared.)"""
-    return float(np.sqrt(square)) if np.finfo(square.dtype).tiny <= square < np.inf else 0.0
+    return float(np.sqrt(square)) if NORMAL[square.dtype] <= square < np.inf else 0.0
 
 
 @lru_cache(maxsize=1024)

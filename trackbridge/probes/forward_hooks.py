@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from trackbridge.errors import Part
 from trackbridge.hooks import Inert, in_backward, in_export, in_transform
@@ -20,7 +21,7 @@ class Look(Protocol):
     """What is measured of one module's calls."""
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Eager code: in a call that counts. No sync; gradients are off."""
+        """Eager code: in a call that counts. No sync; gradients are on, and none may come of it."""
 
     def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """`add` as operations of a graph, whose effect depends on a gate on the device."""
@@ -60,10 +61,8 @@ class Counted(Inert):
         self.pending = 0
 
     def counts(self, module: nn.Module) -> bool:
-        """True for a call of eager code that counts. Ask once per call."""
-        if not self.valve.open or not torch.is_grad_enabled() or id(module) != self.module or not self.model.training:
-            return False
-        if in_transform():
+        """True for a call of eager code that counts, the valve being open. Ask once per call."""
+        if not torch.is_grad_enabled() or id(module) != self.module or not self.model.training or in_transform():
             return False
         if not in_backward():
             self.pending += 1
@@ -81,14 +80,13 @@ class OutputHook(Counted):
         self.look = look
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if self.in_graph(module):
                 self.look.trace(module, inputs, output)
         elif self.valve.open:
             with self.valve.part:
                 if self.counts(module):
-                    with torch.no_grad():
-                        self.look.add(module, inputs, output)
+                    self.look.add(module, inputs, output)
 
 
 def install(module: nn.Module, hook: OutputHook) -> Any:

@@ -10,7 +10,7 @@ does not matter. Sums over a chunk are in float32, sums of chunks in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,6 +62,32 @@ def add_on_cpu(y: Tensor, row: FloatArray) -> None:
                 return
         if flat.dtype != torch.float64 and not 1e-30 < part[M4] < math.inf and largest > 0:  # out of float32's range
             part, largest = _central(cpu.pieces(flat.double()))
+    _add_part(part, largest, row)
+
+
+def add_all_on_cpu(xs: cpu.Array, rows: Sequence[FloatArray]) -> None:
+    """`add_on_cpu` of each of `xs`, float32, shape (k, n), n at most `cpu.PIECE`, to its row of `rows`, to the bit. All of them
+    take the same few passes together; one whose sums say that it needs others is looked at by itself."""
+    k, n = xs.shape
+    if k > 1 and k * n > cpu.BLOCK:
+        height = max(1, cpu.BLOCK // n)
+        for begin in range(0, k, height):
+            add_all_on_cpu(xs[begin : begin + height], rows[begin : begin + height])
+        return
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        q = np.multiply(xs, xs, out=cpu.buffers.get("squares", k * n, xs.dtype).reshape(k, n))
+        sums = zip(cpu.totals(xs), cpu.totals(q), cpu.dots(q, xs), cpu.dots(q, q), strict=True)
+        peaks = map(cpu.root, np.maximum.reduce(q, axis=1))
+    for x, row, (s1, s2, s3, s4), peak in zip(xs, rows, sums, peaks, strict=True):
+        part = _of_sums(n, 0.0, s1, s2, s3, s4)
+        if 4 * s1 * s1 <= n * s2 and peak > 0 and 1e-30 < part[M4] < math.inf:
+            row[FIRES] += 1
+            _add_part(part, peak, row)
+        else:
+            add_on_cpu(torch.from_numpy(x), row)
+
+
+def _add_part(part: Moments, largest: float, row: FloatArray) -> None:
     row[:MAX] = merge(row[:MAX].tolist(), part) if row[N] else part
     row[MAX] = max(float(row[MAX]), largest)
 
@@ -88,15 +114,20 @@ def _central(pieces: Iterable[cpu.Array]) -> tuple[Moments, float]:
             high, low = max(high, peak), min(low, -peak)
         else:
             high, low = max(high, float(x.max())), min(low, float(x.min()))
-        e = s1 / n
-        m2 = max(s2 - e * s1, 0.0) if s2 == s2 else s2
-        m3 = s3 - 3 * e * s2 + 2 * e * e * s1
-        part = float(n), shift + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e * e * e * s1
+        part = _of_sums(n, shift, s1, s2, s3, s4)
         whole = merge(whole, part) if whole[0] else part
     largest = max(high, -low)
     if low == high:
         return (whole[0], low, 0.0, 0.0, 0.0), largest
     return whole, largest
+
+
+def _of_sums(n: int, shift: float, s1: float, s2: float, s3: float, s4: float) -> Moments:
+    """Of n elements whose deviations from `shift` have these sums of powers."""
+    e = s1 / n
+    m2 = max(s2 - e * s1, 0.0) if s2 == s2 else s2
+    m3 = s3 - 3 * e * s2 + 2 * e * e * s1
+    return float(n), shift + e, m2, m3, s4 - 4 * e * s3 + 6 * e * e * s2 - 3 * e * e * e * s1
 
 
 def add_on_device(y: Tensor, row: Tensor) -> None:

@@ -202,10 +202,12 @@ class Router:
         self.chosen = chosen
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        values = assigned(output, self.experts, self.chosen)
-        if values is not None:
-            routers = self.routers
-            count(values.detach(), routers.slab, routers.offset + self.first, self.experts, self.chosen, routers.gate + ALWAYS)
+        routers = self.routers
+        with torch.no_grad():
+            values = assigned(output, self.experts, self.chosen)
+            if values is not None:
+                place = routers.offset + self.first
+                count(values.detach(), routers.slab, place, self.experts, self.chosen, routers.gate + ALWAYS)
 
     def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
         values = assigned(output, self.experts, self.chosen)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from trackbridge.probes import channels, moments
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
 from trackbridge.probes.observe import observe, observers
+from trackbridge.probes.output_copies import Copies, plain
 from trackbridge.probes.outputs import elements, first_tensor
 from trackbridge.probes.sites import choose
 from trackbridge.probes.strides import Known, odd_prime, stride
@@ -38,13 +41,13 @@ class Sites:
     def __init__(self, subject: Subject, config: ActivationsConfig, gates: Gates) -> None:
         self._gates = gates
         self._inside = config.inside_compiled
-        self._given = None if config.tokens is None else odd_prime(config.tokens)
+        self.least = None if config.tokens is None else odd_prime(config.tokens)
         self._channels_every = config.channels_every
         site_names: list[str] = []
         self.targets: list[tuple[nn.Module, nn.Module, Site]] = []
         for key, model in subject.models.items():
             for name, module in choose(model, config):
-                self.targets.append((module, model, Site(self, len(site_names))))
+                self.targets.append((module, model, Site(self, len(site_names), module)))
                 site_names.append(prefix(key) + name)
         self._names = tuple(site_names)
         count = len(site_names)
@@ -68,35 +71,46 @@ class Sites:
 
             self.cells = self.kernels.cells_for(count, slab.device)
         on_cpu = slab.device.type == "cpu"
-        self._rows = slab.device_view("activations").numpy().reshape(-1, moments.WIDTH) if on_cpu else None
+        rows = slab.device_view("activations")
+        self.copies = Copies(rows.numpy().reshape(-1, moments.WIDTH), self._add_by_channel) if on_cpu else None
         self.channels: Any = None
         if count and self._channels_every:
             width = channels.widest(module for module, _, _ in self.targets)
             self.channels = channels.channels_of(count, width, slab.device, self.kernels)
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether the step has statistics of channels."""
+        return self.channels is not None and self._gates.due[CHANNELS]
+
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
-        due = self.channels is not None and self._gates.due[CHANNELS]
-        least = self._given or (SOME if self._rows is not None and is_large(y) else 1)
+        due = self.by_channel
+        least = self.least or (SOME if self.copies is not None and is_large(y.numel(), y.shape) else 1)
         if least > 1:
             y, x = some(y, module, least)
         else:
             x = channels.by_channel(y, module) if due else None
         always = self._gate + ALWAYS
-        if self._rows is not None and y.device.type == "cpu":
-            moments.add_on_cpu(y, self._rows[site])
+        if self.copies is not None and y.device.type == "cpu":
+            if due:
+                self.copies.settle(site)
+            self.copies.add(y, site)
         elif self._readable(y):
             self.kernels.observe(y, self.cells, self.slab, site, always)
         else:
             observe(y, self.slab, self._offset + site * moments.WIDTH, always)
         if due and x is not None:
-            self.channels.add(x, self.slab, site, always)
+            self._add_by_channel(x, site)
+
+    def _add_by_channel(self, x: Tensor, site: int) -> None:
+        self.channels.add(x, self.slab, site, self._gate + ALWAYS)
 
     def trace(self, y: Tensor, site: int, module: nn.Module) -> None:
         """`add` as operations of a graph; what they do depends on the gates."""
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable = self._readable(y)
-        y, x = some(y, module, self._given or (SOME if is_large(y, surely) else 1), surely)
+        y, x = some(y, module, self.least or (SOME if is_large(y.numel(), y.shape, surely) else 1), surely)
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -108,7 +122,9 @@ class Sites:
             cells.trace(x, self.slab, site, by_channel)
 
     def collect(self) -> None:
-        """The end of a step: cells to rows."""
+        """The end of a step: samples and cells to rows."""
+        if self.copies is not None:
+            self.copies.measure()
         if self.kernels is not None:
             self.kernels.collect(self.cells, self.slab, self._offset)
         if self.channels is not None and self._gates.opened[CHANNELS]:
@@ -143,14 +159,25 @@ class Sites:
 class Site:
     """The look at one site: the first tensor of what its module returned."""
 
-    def __init__(self, sites: Sites, number: int) -> None:
+    def __init__(self, sites: Sites, number: int, module: nn.Module) -> None:
         self.sites = sites
         self.number = number
+        self.ends_in_channels = not isinstance(module, channels.CHANNELS_SECOND)
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = _activation(output)
-        if tensor is not None:
-            self.sites.add(tensor.detach(), self.number, module)
+        sites = self.sites
+        if self.ends_in_channels and sites.copies is not None and plain(output):
+            every = _every(output.shape, sites.least)
+            if every:  # the usual case in few operations; `sites.add` would find the same elements
+                x = output.numpy(force=True)
+                tokens = x.reshape(-1, x.shape[-1])[::every]
+                by_channel = sites.by_channel and channels.channels_last(output, module) is not None
+                sites.copies.hold(tokens, self.number, x.shape[-1] if by_channel else 0)
+                return
+        with torch.no_grad():
+            tensor = _activation(output)
+            if tensor is not None:
+                sites.add(tensor.detach(), self.number, module)
 
     def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = _activation(output)
@@ -164,10 +191,18 @@ def surely(condition: Any) -> bool:
     return torch.__version__ >= "2.8" and statically_known_true(condition)
 
 
-def is_large(y: Tensor, known: Known = bool) -> bool:
-    """Whether some tokens of `y` are enough where looking is dear: on the CPU, which the model needs itself, and in graphs,
-    where the compiler would write an output to memory for us."""
-    return y.dim() > 1 and known(y.numel() >= MANY) and known(y.numel() >= TOKENS * y.shape[-1])
+def is_large(numel: int, shape: Sequence[int], known: Known = bool) -> bool:
+    """Whether some tokens of an output are enough where looking is dear: on the CPU, which the model needs itself, and in
+    graphs, where the compiler would write an output to memory for us."""
+    return known(numel >= MANY) and known(numel >= TOKENS * shape[-1])
+
+
+@lru_cache(maxsize=1024)
+def _every(shape: torch.Size, least: int | None) -> int:
+    """Every how many-th token of a CPU tensor of this shape is looked at; 0 where it has no tokens."""
+    if len(shape) < 2 or not shape.numel():
+        return 0
+    return stride(least or (SOME if is_large(shape.numel(), shape) else 1), shape[1:-1])
 
 
 def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple[Tensor, Tensor | None]:
