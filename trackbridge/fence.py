@@ -116,7 +116,8 @@ class Fence:
     def begin(self) -> None:
         """The step's forward pass begins, and what is copied to the host before it is queued: now the large copy."""
         if self._copy is not None and self._copy.later and not hostcopy.capturing():
-            self._copy.begin()
+            with self._lock:
+                self._copy.begin()
 
     def fall(self) -> None:
         """Something may be written. Each stream that comes here waits for the copy, until `end`."""

@@ -156,6 +156,7 @@ class Snapshots:
 
     def discard(self, snapshot: Snapshot) -> None:
         """`snapshot` is not of the state before a step after all."""
+        snapshot.copy.later.clear()  # of what has not begun, nothing is to come
         self._fence.end()
         self._spare = snapshot.memory
         self._last = self._before_last

@@ -177,9 +177,18 @@ class Mlflow:
         names = [tag.removeprefix(prefix) for tag in found.data.tags if tag.startswith(prefix)]
         artifacts = {}
         for name in names:
-            path = Path(client.download_artifacts(found.info.run_id, name, str(run.path.parent)))
-            artifacts[name] = folder_of(path)
+            artifacts[name] = folder_of(self._downloaded(client, found.info.run_id, name, run.path.parent))
         return Held(points, artifacts, found.info.status.lower())
+
+    def _downloaded(self, client: Any, run: str, name: str, folder: Path) -> Path:
+        """MLflow's client says of a download that failed only that it did: what is listed tells whether anything is missing."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return Path(client.download_artifacts(run, name, str(folder)))
+        except MlflowException as error:
+            listed = [(item.path, item.file_size) for item in client.list_artifacts(run, name)]
+            raise AssertionError(f"{error}; listed are {listed}") from error
 
     def close(self) -> None:
         os.killpg(self._server.pid, signal.SIGKILL)
