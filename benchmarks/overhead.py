@@ -136,13 +136,15 @@ _numbers = itertools.count()
 
 @dataclass
 class Case:
-    """One way to train. `after` is called once per step with the loss, between clipping and the optimizer."""
+    """One way to train. `before_step` is called once per step with the loss, between clipping and the optimizer. Batches come
+    from the host, through `run.batches` where there is a run."""
 
     name: str
     model: nn.Module
     forward: Callable[[Tensor, Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     data: list[Tensor]
+    feed: Iterator[Tensor]
     autocast: bool
     run: Any = None
     held: int = 0  # bytes of device memory that watching took at once
@@ -153,7 +155,7 @@ class Case:
     steps: int = 0
 
     def step(self) -> None:
-        tokens = self.data[self.steps % len(self.data)]
+        tokens = self.batch()
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.forward(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -169,6 +171,9 @@ class Case:
         if self.run is not None:
             self.run.step(loss=loss.detach(), tokens=tokens.numel())
         self.steps += 1
+
+    def batch(self) -> Tensor:
+        return next(self.feed).to(self.data[0].device, non_blocking=True)
 
     def round(self, steps: int) -> float:
         """Seconds per step, device work included."""
@@ -196,7 +201,19 @@ def make(name: str, device: str, mode: str, data: list[Tensor], settings: dict[s
         run.watch(model, optimizer)
     held = torch.cuda.memory_allocated() - held
     forward: Any = model if mode == "eager" else torch.compile(model, mode=None if mode == "compiled" else mode)
-    return Case(name, model, forward, optimizer, data, device == "cuda", run, held)
+    loader = Endless([tokens.cpu().pin_memory() if tokens.is_cuda else tokens for tokens in data])
+    feed = iter(loader if run is None else run.batches(loader))
+    return Case(name, model, forward, optimizer, data, feed, device == "cuda", run, held)
+
+
+class Endless:
+    """A loader of the same batches again and again."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.cycle(self._batches)
 
 
 def naive(case: Case) -> None:

@@ -37,7 +37,7 @@ def step(case: Case) -> Spent:
     def mark() -> None:
         marks.append((time.perf_counter(), time.thread_time()))
 
-    tokens = case.data[case.steps % len(case.data)]
+    tokens = case.batch()
     case.steps += 1
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=case.autocast):
         loss = case.forward(tokens[:, :-1], tokens[:, 1:])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tests.fsdp2_here import needs_shards
 from trackbridge import fence, hostcopy, tree
+from trackbridge.batches import Fetch
 from trackbridge.config import RecorderConfig
 from trackbridge.hostcopy import HostCopy, HostMemory, Leaf
 from trackbridge.recorder import Recorder
@@ -29,12 +30,19 @@ from trackbridge.snapshots import Snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Late(HostCopy):
-    """Reads what is `queued` when the fence falls."""
+    """Reads what is `queued` when the fence falls. `begun`: once for each time that the copies were begun."""
 
     queued: dict[str, Tensor] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
+    begun: list[bool] = field(default_factory=list)
+
+    def begin(self) -> None:
+        if self.later:
+            self.begun.append(True)
+            self.later.clear()
 
     def fence(self) -> None:
+        self.begin()
         for name, leaf in self.queued.items():
             place = self.leaves[name]
             assert isinstance(place, Tensor)
@@ -53,7 +61,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
         done = at_once(leaves, memory)
         for name in beside:
             done.leaves[name].zero_()  # type: ignore[union-attr]
-        made.append(Late(done.leaves, queued={name: leaf for name, leaf in leaves.items() if name in beside}))
+        queued = {name: leaf for name, leaf in leaves.items() if name in beside}
+        made.append(Late(done.leaves, later={torch.device("cpu"): []} if queued else {}, queued=queued))
         return made[-1]
 
     monkeypatch.setattr(hostcopy, "copy", late)
@@ -136,6 +145,27 @@ def test_only_what_an_update_alone_writes_is_copied_beside_training(loop: Loop, 
     moments = {name for name in before if name.startswith("optimizers/")}
     assert set(copies[1].read) == weights | moments
     assert same(loop.kept[-1], before) and loop.kept[-1].step == 2
+
+
+def test_the_large_copy_begins_behind_the_batch(loop: Loop, copies: list[Late]) -> None:
+    """A device makes one copy to the host after the other."""
+    loop.record.before_fetch()
+    large = copies[-1]
+    assert large.later and not large.begun
+    loop.record.fetched(torch.ones(8, 4), Fetch(0, 0, 0, None, 0.0))
+    assert large.begun == [True] and copies[-1] is not large  # but the batch's
+    loop.step()
+    loop.step()
+    loop.step(before=lambda: copies[-1].begun.append(False))
+    assert copies[-1].begun == [True, False]  # with the forward pass, where no batch is handed out
+
+
+def test_a_snapshot_that_is_given_up_before_is_not_copied(loop: Loop, copies: list[Late]) -> None:
+    loop.record.before_fetch()
+    loop.record.exhausted()
+    assert not copies[-1].later and not copies[-1].begun
+    before = loop.step()
+    assert copies[-1].begun == [True] and same(loop.kept[-1], before)
 
 
 def test_a_part_that_is_watched_as_state_stays_in_order(tmp_path: Path, copies: list[Late]) -> None:

@@ -114,7 +114,7 @@ class Fence:
         self._copy, self._sources = copy, tuple(sources)
 
     def begin(self) -> None:
-        """The step's forward pass begins, and what is copied to the host before it is queued: now the large copy."""
+        """The step begins, and what the recorder copies to the host before is queued: now the large copy."""
         if self._copy is not None and self._copy.later and not hostcopy.capturing():
             with self._lock:
                 self._copy.begin()

@@ -211,6 +211,7 @@ class Recorder:
             step.rng, step.early, before = now, False, None
         micro = RawMicro(fetch, self._keep(batch), before, now if before else None, opening, step.forwards)
         step.micros.append(micro)
+        self._fence.begin()  # no forward pass is seen of a model that is compiled
 
     def exhausted(self) -> None:
         """The loader had no further batch: an epoch ended, and what ends with it may change the state of the next step."""
