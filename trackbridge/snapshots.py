@@ -156,6 +156,7 @@ class Snapshots:
 
     def discard(self, snapshot: Snapshot) -> None:
         """`snapshot` is not of the state before a step after all."""
+        snapshot.copy.later.clear()  # what has not begun need not
         self._fence.end()
         self._spare = snapshot.memory
         self._last = self._before_last
