@@ -6,8 +6,10 @@ The copies here are as late as a device could make them: what is copied beside t
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,6 +214,31 @@ def test_the_fence_falls_before_the_first_update(tmp_path: Path, copies: list[La
     loop.record.detach()
 
 
+def accelerated(optimizer: torch.optim.Optimizer) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    from tests.integrations.accelerate_kit import fresh
+
+    fresh()
+    return accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+def of_fabric(optimizer: torch.optim.Optimizer) -> Any:
+    fabric = pytest.importorskip("lightning.fabric")
+    return fabric.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
+
+
+@pytest.mark.parametrize("wrap", [accelerated, of_fabric])
+def test_an_optimizer_in_a_wrapper(tmp_path: Path, copies: list[Late], wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """It is the one inside that steps, and that has hooks."""
+    loop = Loop(tmp_path, lambda model: {"": wrap(torch.optim.AdamW(model.body.parameters()))})
+    for number in range(4):
+        before = loop.step()
+        if number % 2 == 0:
+            assert bool(copies[-1].read) == (number > 0)
+            assert same(loop.kept[-1], before)
+    loop.record.detach()
+
+
 def test_an_optimizer_for_each_parameter_in_the_backward_pass(tmp_path: Path, copies: list[Late]) -> None:
     loop = Loop(tmp_path, lambda model: {name: torch.optim.Adam([p]) for name, p in model.body.named_parameters()})
     for name, parameter in loop.model.body.named_parameters():
@@ -364,6 +391,24 @@ def test_an_update_that_was_captured_before_watch_is_never_announced(tmp_path: P
     loop.record.detach()
 
 
+def test_a_step_of_which_nothing_is_seen(loop: Loop, copies: list[Late]) -> None:
+    """A graph of forward pass and update from before `watch`, after steps without it. What has not begun comes too late."""
+    for number in (2, 3):
+        before = loop.state()
+        loop.record.before_fetch()
+        loop.record.fetched(torch.ones(1), Fetch(None, None, None, None, 0.0))
+        if number == 2:
+            snapshot = loop.record._open.snapshot
+            assert snapshot is not None
+            snapshot.copy.later[torch.device("cuda", 0)] = []
+        for parameter in loop.model.body.parameters():
+            parameter.data.add_(1)
+        loop.record.close_step(number)
+        if number == 2:
+            assert loop.record._snapshots.why_not == fence.UNSEEN and [snapshot.step for snapshot in loop.kept] == [0]
+    assert same(loop.kept[-1], before) and loop.kept[-1].step == 3, "in order"
+
+
 def test_before_a_step_is_known_to_begin_all_is_in_order(tmp_path: Path, copies: list[Late]) -> None:
     """No forward pass is seen and no fetch: an evaluation may come next, with averaged weights in the same memory."""
     loop = Loop(tmp_path)
@@ -398,6 +443,81 @@ def test_a_fence_that_breaks_leaves_no_torn_snapshot(loop: Loop, copies: list[La
     assert same(loop.kept[-1], before) and not copies[-1].queued
 
 
+def test_a_fence_that_breaks_in_a_pause(loop: Loop, copies: list[Late], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause begins and ends all the same."""
+    part = loop.record._fence._part
+    part.strict = False
+
+    def between() -> None:
+        with monkeypatch.context() as patch:
+            patch.delenv("PYTEST_CURRENT_TEST")
+            patch.setattr(Late, "fence", lambda copy: 1 / 0)
+            loop.record.pause()
+        assert loop.record._paused == 1 and not part.alive
+        loop.record.resume()
+
+    loop.step(between)
+    assert [snapshot.step for snapshot in loop.kept] == [0]
+
+
+def test_where_the_look_for_sources_breaks_all_is_in_order(
+    loop: Loop, copies: list[Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = loop.record._fence._part
+    part.strict = False
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(fence, "_place", lambda tensor: 1 / 0)
+    before = loop.step()
+    assert not part.alive and not copies[-1].read and same(loop.kept[-1], before)
+
+
+def test_an_interrupt_before_the_wait_does_not_lose_the_look(
+    loop: Loop, copies: list[Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(copy: Late) -> None:
+        raise KeyboardInterrupt
+
+    def between() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Late, "fence", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loop.optimizers[""].step()
+        shaken(loop)
+
+    loop.step(between, update=lambda: None)
+    assert [snapshot.step for snapshot in loop.kept] == [0]
+    loop.kept.clear()
+    assert loop.record.pin(9) == fence.WRITTEN
+
+
+def test_what_an_interrupt_has_cut_short_is_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the loop goes on, and the step is closed."""
+    pairs, event, queued = [(torch.zeros(2), torch.ones(2))], object(), []
+
+    def queue(device: torch.device, given: Any, stream: Any) -> Any:
+        queued.append(given)
+        if len(queued) == 1:
+            raise KeyboardInterrupt
+        return event
+
+    monkeypatch.setattr(hostcopy, "_queue", queue)
+    monkeypatch.setattr(hostcopy, "_stream", lambda device: None)
+    made = HostCopy({}, later={torch.device("cuda", 0): pairs})
+    with pytest.raises(KeyboardInterrupt):
+        made.begin()
+    assert not made.events
+    made.begin()
+    assert [id(given) for given in queued] == [id(pairs)] * 2 and made.events == [event] and not made.later
+
+
+def test_a_copy_that_is_dropped_before_it_began_is_never_made(loop: Loop, copies: list[Late]) -> None:
+    """At the end of each epoch a batch is fetched that is not there."""
+    loop.record.before_fetch()
+    copies[-1].later[torch.device("cuda", 0)] = []
+    loop.record.exhausted()
+    assert not copies[-1].later and loop.record._fence._copy is None
+
+
 def test_copies_of_a_watched_model_have_no_fence(loop: Loop) -> None:
     loop.model(torch.ones(8, 4)).mean().backward()
     assert loop.record._fence._copy is not None
@@ -422,6 +542,13 @@ def test_nothing_is_left_on_what_was_watched(loop: Loop) -> None:
     assert not any(module._load_state_dict_pre_hooks for module in loop.model.modules())
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
     assert not loop.record._fence._handles
+
+
+def test_an_optimizer_that_is_watched_no_more_is_let_go_of(loop: Loop) -> None:
+    loop.record.detach()
+    optimizer = weakref.ref(loop.optimizers.pop(""))
+    gc.collect()
+    assert optimizer() is None
 
 
 @needs_shards

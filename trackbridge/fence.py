@@ -7,7 +7,8 @@ never waits.
 
 An update has to announce itself for that, by torch's hooks. Nothing is copied beside training before each watched optimizer
 has, and nothing any more once one was seen in the capture of a CUDA graph (a replay calls no hooks) or with a closure (the
-forward pass is inside: nothing comes between it and the update). A write that does not announce itself (weight noise, say)
+forward pass is inside: nothing comes between it and the update), or a step was closed of which neither a forward pass nor an
+update was seen (a graph of both, from before). A write that does not announce itself (weight noise, say)
 moves the tensor's version: a copy beside it may be torn, so it is dropped, and later snapshots are queued in order. A write
 through ``.data``, or by a kernel that is handed the address, moves no version: one between the start of a step and its update
 can go unseen, and into the copy.
@@ -16,6 +17,7 @@ can go unseen, and into the copy.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +29,12 @@ from torch.optim import Optimizer
 
 from trackbridge import hostcopy, process
 from trackbridge.errors import Part
-from trackbridge.hooks import Inert, has_closure, takes_hooks
+from trackbridge.hooks import Inert, has_closure, takes_hooks, unwrapped
 from trackbridge.hostcopy import HostCopy, Leaf
 
 CAPTURED = "an optimizer's step was captured in a CUDA graph while the weights were being copied"
 WRITTEN = "weights or optimizer state were written outside of optimizer.step while they were being copied"
+UNSEEN = "neither a forward pass nor an update of the step was seen: whether its copy came before the update is not known"
 BROKEN = "what holds updates back while the weights are being copied has failed"
 
 
@@ -53,14 +56,14 @@ class Source:
 
 class Fence:
     """Of one recorder: one copy at a time is under way. `fall` may come from a thread of autograd's, all else is for the
-    training thread."""
+    training thread. Where something breaks here, nothing is copied beside training any more."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
         self._pid = process.pid()
         self._models: Mapping[str, nn.Module] = {}
         self._optimizers: tuple[Optimizer, ...] = ()
-        self._announced: set[Optimizer] = set()  # each has stepped where we saw it
+        self._announced = weakref.WeakSet[Optimizer]()  # each has stepped where we saw it
         self._in_order = False  # for good
         self._copy: HostCopy | None = None
         self._sources: tuple[Source, ...] = ()
@@ -71,20 +74,23 @@ class Fence:
     def attach(self, models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Look at what is done to these, instead of others. Not where no parameter is on a device that copies by itself."""
         self.detach()
-        parameters = [_local(parameter) for model in models.values() for parameter in model.parameters()]
-        if not any(movable(parameter) for parameter in parameters if parameter is not None):
-            return
-        self._models, self._optimizers = models, tuple(optimizers)
-        self._announced.intersection_update(self._optimizers)
-        before_update = torch.compiler.disable(self._before_update)  # type: ignore[no-untyped-call]
-        for optimizer in self._optimizers:
-            self._handles += [
-                optimizer.register_step_pre_hook(before_update),
-                optimizer.register_load_state_dict_pre_hook(self._before_load),
-            ]
-        modules = {module for model in models.values() for module in model.modules() if takes_hooks(module)}
-        hook = LoadHook(self)  # on all modules: a wrapped model is loaded by what is inside
-        self._handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]  # type: ignore[no-untyped-call]
+        with self._part:
+            known = tuple(map(unwrapped, optimizers))
+            self._announced.intersection_update(known)
+            parameters = [_local(parameter) for model in models.values() for parameter in model.parameters()]
+            if not any(movable(parameter) for parameter in parameters if parameter is not None):
+                return
+            self._models, self._optimizers = models, known
+            before_update = torch.compiler.disable(self._before_update)  # type: ignore[no-untyped-call]
+            for optimizer in self._optimizers:
+                self._handles += [
+                    optimizer.register_step_pre_hook(before_update),
+                    optimizer.register_load_state_dict_pre_hook(self._before_load),
+                ]
+            modules = {module for model in models.values() for module in model.modules() if takes_hooks(module)}
+            hook = LoadHook(self)  # on all modules: a wrapped model is loaded by what is inside
+            for module in modules:
+                self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Take the hooks off. The fence falls."""
@@ -97,17 +103,17 @@ class Fence:
     def sources(self, leaves: Mapping[str, Leaf]) -> dict[str, Source]:
         """Those of `leaves` that can be copied beside training, by name: parameters that a watched optimizer holds, and tensors
         of its state. None while an update might not announce itself."""
-        known = self._part.alive and self._optimizers and self._announced.issuperset(self._optimizers)
-        if self._in_order or not known:
+        known = self._optimizers and all(optimizer in self._announced for optimizer in self._optimizers)
+        if self._in_order or not known or not self._part.alive:
             return {}
-        with torch.no_grad():
+        found = {}
+        with self._part, torch.no_grad():
             updated = {_place(here): (of, here) for of in self._updated() if (here := _local(of)) is not None}
-            found = {}
             for name, leaf in leaves.items():
                 if not isinstance(leaf, np.ndarray) and movable(leaf) and (place := _place(leaf)) in updated:
                     of, here = updated[place]
                     found[name] = Source(of, leaf, (of._version, here._version))
-        return found
+        return found if self._part.alive else {}
 
     def hold(self, copy: HostCopy, sources: Iterable[Source]) -> None:
         """`copy`, of `sources` among others, is under way or will be."""
@@ -116,27 +122,28 @@ class Fence:
     def begin(self) -> None:
         """The step begins, and what the recorder copies to the host before is queued: now the large copy."""
         if self._copy is not None and self._copy.later and not hostcopy.capturing():
-            with self._lock:
+            with self._part, self._lock:
                 self._copy.begin()
 
     def fall(self) -> None:
         """Something may be written. Each stream that comes here waits for the copy, until `end`."""
         if self._copy is None or self._pid != process.pid():
             return
-        with self._lock:  # devices have a thread each in a backward pass
+        with self._part, self._lock:  # devices have a thread each in a backward pass
             if hostcopy.capturing():
                 self._why_not = self._why_not or CAPTURED  # no event of another stream may get into a graph
                 return
-            sources, self._sources = self._sources, ()
             with torch.no_grad():
-                if not self._why_not and any(source.moved for source in sources):
+                if not self._why_not and any(source.moved for source in self._sources):
                     self._why_not, self._in_order = WRITTEN, True
             self._copy.fence()
+            self._sources = ()  # last: who is interrupted here looks again at the next fall
 
     def end(self) -> str:
         """The step is over: the fence falls if it has not. Returns why the copy may be torn; empty, it is not."""
-        with self._part:
-            self.fall()
+        if self._copy is not None and self._copy.later:
+            self._why_not, self._in_order = self._why_not or UNSEEN, True
+        self.fall()
         why_not = "" if self._copy is None or self._part.alive else BROKEN
         why_not, self._why_not = self._why_not or why_not, ""
         self._copy, self._sources = None, ()
@@ -153,16 +160,15 @@ class Fence:
 
     def _before_update(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._part.alive:
+            self.fall()
             with self._part:
-                self.fall()
                 if hostcopy.capturing() or has_closure(args, kwargs):
                     self._in_order = True
                 self._announced.add(optimizer)
 
     def _before_load(self, *_: Any) -> None:
         if self._part.alive:
-            with self._part:
-                self.fall()
+            self.fall()
 
 
 class LoadHook(Inert):

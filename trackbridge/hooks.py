@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _KEYS = torch._C._TorchDispatchModeKey
@@ -40,6 +41,13 @@ def takes_hooks(module: nn.Module) -> bool:
     """False for what `torch.jit.script` made."""
     traced = torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]
     return not isinstance(module, torch.jit.ScriptModule) or isinstance(module, traced)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Fabric): the one whose hooks fire."""
+    while "_optimizer_step_pre_hooks" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
 
 
 def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -39,10 +39,10 @@ class HostCopy:
     def begin(self) -> None:
         """Queue the copies beside the current streams, behind what is queued there by now: small copies to the host that come
         later wait for these, for a device makes all of them in one engine, one after the other."""
-        while self.later:
-            device, pairs = self.later.popitem()
-            self.beside[device] = event = _queue(device, pairs, _stream(device))
+        for device in list(self.later):
+            self.beside[device] = event = _queue(device, self.later[device], _stream(device))
             self.events.append(event)
+            del self.later[device]  # last: what an interrupt has cut short is queued again
 
     def fence(self) -> None:
         """What is queued on the current streams from here on runs after the copies beside them. The host waits for nothing."""

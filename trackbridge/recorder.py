@@ -161,8 +161,8 @@ class Recorder:
     def detach(self) -> None:
         """Remove the hooks and let go of models, batches and snapshots."""
         self._unhook()
-        self._fence.detach()
         self._drop_snapshot()  # its memory is freed with the others', once what is being copied into it has arrived
+        self._fence.detach()
         self._watched = Watched()
         self._generators = {}
         self._open = _Open(self._config.batch_bytes)

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from trackbridge.errors import Part, UsageError
-from trackbridge.hooks import Inert, attribute, takes_hooks
+from trackbridge.hooks import Inert, attribute, takes_hooks, unwrapped
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class AutoStep:
         self._loss: Tensor | None = None
         self._batch: Any = None
         root = next(iter(models.values()))
-        last = list(optimizers.values())[-1]
+        last = unwrapped(list(optimizers.values())[-1])
         self._handles = [
             root.register_forward_pre_hook(_Before(self, root), with_kwargs=True),
             root.register_forward_hook(_After(self, root)),

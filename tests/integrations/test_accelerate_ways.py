@@ -76,6 +76,21 @@ def test_c9_the_loss_of_a_step_does_not_depend_on_accumulation(tmp_path: Path, a
     assert [len(context.micro) for context in contexts(record)] == {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[accumulate]
 
 
+def test_auto_step_closes_the_steps_of_an_optimizer_of_accelerates(tmp_path: Path) -> None:
+    fresh()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = trackbridge.init(dir=tmp_path, strict=True)
+    run.watch(model, optimizer, auto_step=True)
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish()
+    assert values(trackbridge.load(run.dir), "optim/applied") == [1.0, 2.0, 3.0]
+
+
 def test_e6_samples_are_summed_over_micro_batches(tmp_path: Path) -> None:
     record = Line(tmp_path, gradient_accumulation_steps=4).train(epochs=3)
     steps, rates = record.series("perf/samples_per_s")

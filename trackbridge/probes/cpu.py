@@ -154,7 +154,10 @@ def norms(tensors: Sequence[Tensor], *, by: float | None = None) -> FloatArray:
             result[which] = np.sqrt(np.add.reduceat(np.square(_join([tensors[i] for i in which], by)), starts))
         for i in alone:
             flat = tensors[i].detach().reshape(-1)
-            result[i] = math.sqrt(_safely(flat, sum(dot(x, x) for x in _multiplied(flat, by))))
+            squares = 0.0
+            for x in _multiplied(flat, by):
+                squares += dot(x, x)  # by itself, as `summarise` does: from Python 3.12 on `sum` rounds otherwise
+            result[i] = math.sqrt(_safely(flat, squares))
     return result
 
 

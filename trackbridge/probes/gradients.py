@@ -151,7 +151,11 @@ class GradientProbe(OfGradients):
 
     def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
         found = reduce.scaled_summary(partial)
-        (self._all if len(found) == len(MEASURED) else self._norm).write(rows, found)
+        if len(found) == len(MEASURED):
+            self._all.write(rows, found)
+        else:
+            self._norm.write(rows, found)
+            self._nonfinite.write(rows, torch.zeros(len(rows), device="cpu"))  # `reduce.scalable`
         self._counted[rows] = 1.0
         self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
@@ -219,18 +223,16 @@ class GradientProbe(OfGradients):
         return due
 
     def _write(self, rows: list[int], summary: reduce.Summary, scale: Tensor | None) -> None:
-        bad = summary.nonfinite
         for place, values in ((0, summary.norm), (1, summary.peak), (3, summary.total)):
             if values is not None:
                 self._fields[place].write(rows, values if scale is None else values / scale)
         if summary.nonzero is not None:
             self._fields[4].write(rows, summary.nonzero)
-        if bad is not None:  # keeps what was counted before clipping
-            new = [i for i, row in enumerate(rows) if not self._counted[row]]
-            if len(new) == len(rows):
-                self._nonfinite.write(rows, bad)
-            elif new:
-                self._nonfinite.write([rows[i] for i in new], bad[new])
+        new = [i for i, row in enumerate(rows) if not self._counted[row]]  # keeps what was counted before clipping
+        if len(new) == len(rows):
+            self._nonfinite.write(rows, summary.nonfinite)
+        elif new:
+            self._nonfinite.write([rows[i] for i in new], summary.nonfinite[new])
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """An update that GradScaler's overflow check dropped has no norms: a scale that was tried is no spike. It keeps its

@@ -23,7 +23,6 @@ from trackbridge.records import FloatArray
 
 N, MEAN, M2, M3, M4, MAX, NONFINITE, FIRES = range(8)
 WIDTH = 8
-CHUNK = 1 << 18  # elements: a chunk and its temporaries stay in the cache
 Moments: TypeAlias = "tuple[float, float, float, float, float]"
 STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nonfinite")
 

@@ -25,12 +25,11 @@ _KIND = attrgetter("device", "dtype", "layout", "requires_grad")
 
 
 class Summary(NamedTuple):
-    """Each (k,). `nonfinite` is None when all counts are known to be zero; `peak` is NaN where there is a NaN. `peak`, `total`
-    and `nonzero` are None where they were not asked for."""
+    """Each (k,). `peak` is NaN where there is a NaN. `peak`, `total` and `nonzero` are None where they were not asked for."""
 
     norm: Tensor
     peak: Tensor | None
-    nonfinite: Tensor | None
+    nonfinite: Tensor
     total: Tensor | None
     nonzero: Tensor | None
 
@@ -45,7 +44,7 @@ def summary(tensors: Sequence[Tensor], *, elements: bool = True) -> Summary:
     if elements:
         return _on_cpu(cpu.summarise(tensors, sums=True))
     norm = norms(tensors)
-    return Summary(norm, None, None if torch.isfinite(norm).all() else nonfinites(tensors), None, None)
+    return Summary(norm, None, torch.zeros_like(norm) if norm.isfinite().all() else nonfinites(tensors), None, None)
 
 
 def extent(tensors: Sequence[Tensor]) -> Summary:
@@ -55,7 +54,7 @@ def extent(tensors: Sequence[Tensor]) -> Summary:
 
 def _on_cpu(found: FloatArray) -> Summary:
     norm, peak, bad, *more = torch.from_numpy(found).unbind()
-    return Summary(norm, peak, bad if found[2].any() else None, *(more or (None, None)))
+    return Summary(norm, peak, bad, *(more or (None, None)))
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:

@@ -122,7 +122,7 @@ class Sites:
             cells.trace(x, self.slab, site, by_channel)
 
     def collect(self) -> None:
-        """The end of a step: samples and cells to rows."""
+        """The end of a step: copies and cells to rows."""
         if self.copies is not None:
             self.copies.measure()
         if self.kernels is not None:

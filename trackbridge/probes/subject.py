@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trackbridge import names
+from trackbridge.hooks import unwrapped
 
 logger = logging.getLogger("trackbridge")
 
@@ -119,13 +120,6 @@ class Subject:
 
 def prefix(key: str) -> str:
     return f"{key}." if key else ""
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a wrapper (Accelerate, Fabric): the one whose hooks fire."""
-    while "_optimizer_step_pre_hooks" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
 
 
 def local(tensor: Tensor) -> Tensor:

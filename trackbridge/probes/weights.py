@@ -119,8 +119,7 @@ class WeightProbe:
         self._write("weight", rows, found.norm)
         if found.peak is not None:
             self._peak.write(rows, found.peak)
-        if found.nonfinite is not None:
-            self._nonfinite.write(rows, found.nonfinite)
+        self._nonfinite.write(rows, found.nonfinite)
         if before is not None:
             now = Samples.of(tensors)
             if now.counts == before.counts:  # no weight was replaced by one of another shape
