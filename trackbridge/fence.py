@@ -144,9 +144,8 @@ class Fence:
         if self._copy is not None and self._copy.later:
             self._why_not, self._in_order = self._why_not or UNSEEN, True
         self.fall()
-        why_not = "" if self._copy is None or self._part.alive else BROKEN
-        why_not, self._why_not = self._why_not or why_not, ""
-        self._copy, self._sources = None, ()
+        why_not = self._why_not if self._copy is None or self._part.alive else BROKEN
+        self._copy, self._sources, self._why_not = None, (), ""
         return why_not
 
     def _updated(self) -> Iterable[Tensor]:

@@ -1,5 +1,5 @@
-"""Activation statistics, taken in forward hooks while the output is at hand. Nothing of it is kept; on the CPU a copy of what is
-looked at, to the end of the step.
+"""Activation statistics, taken in forward hooks while the output is at hand. Nothing of it is kept; on the CPU a copy of what
+is looked at, to the end of the step.
 
 Which calls count, and how hooks meet `torch.compile`: see `forward_hooks`. What is measured: `site_statistics`, `routers`,
 `attention`.

@@ -2,8 +2,8 @@
 
 A parameter of fewer than `2 * FEW` elements is its own sample. Of a larger one it is every k-th element in the order in which
 they lie in memory: about `FEW` of them, more where that is fewer than one in `RAREST`. k is an odd prime of which no dimension
-is a multiple, so that the sample meets rows and columns alike (of the smallest ones that can leave it few: 1,844 of 96 x 96, where 3
-will not do). It is a function of the shape alone: ranks, replays and the two sides of an update take the same.
+is a multiple, so that the sample meets rows and columns alike (of the smallest ones that can leave it few: 1,844 of 96 x 96,
+where 3 will not do). It is a function of the shape alone: ranks, replays and the two sides of an update take the same.
 
 The norm of the whole is estimated as that of the sample times the root of their sizes' ratio. Its relative standard error is
 about sqrt((kurtosis - 1) / m) / 2 for m elements drawn, kurtosis being that of the differences (not excess; 3 for normal ones:
