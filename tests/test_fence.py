@@ -391,24 +391,6 @@ def test_an_update_that_was_captured_before_watch_is_never_announced(tmp_path: P
     loop.record.detach()
 
 
-def test_a_step_of_which_nothing_is_seen(loop: Loop, copies: list[Late]) -> None:
-    """A graph of forward pass and update from before `watch`, after steps without it. What has not begun comes too late."""
-    for number in (2, 3):
-        before = loop.state()
-        loop.record.before_fetch()
-        loop.record.fetched(torch.ones(1), Fetch(None, None, None, None, 0.0))
-        if number == 2:
-            snapshot = loop.record._open.snapshot
-            assert snapshot is not None
-            snapshot.copy.later[torch.device("cuda", 0)] = []
-        for parameter in loop.model.body.parameters():
-            parameter.data.add_(1)
-        loop.record.close_step(number)
-        if number == 2:
-            assert loop.record._snapshots.why_not == fence.UNSEEN and [snapshot.step for snapshot in loop.kept] == [0]
-    assert same(loop.kept[-1], before) and loop.kept[-1].step == 3, "in order"
-
-
 def test_before_a_step_is_known_to_begin_all_is_in_order(tmp_path: Path, copies: list[Late]) -> None:
     """No forward pass is seen and no fetch: an evaluation may come next, with averaged weights in the same memory."""
     loop = Loop(tmp_path)
@@ -508,14 +490,6 @@ def test_what_an_interrupt_has_cut_short_is_queued_again(monkeypatch: pytest.Mon
     assert not made.events
     made.begin()
     assert [id(given) for given in queued] == [id(pairs)] * 2 and made.events == [event] and not made.later
-
-
-def test_a_copy_that_is_dropped_before_it_began_is_never_made(loop: Loop, copies: list[Late]) -> None:
-    """At the end of each epoch a batch is fetched that is not there."""
-    loop.record.before_fetch()
-    copies[-1].later[torch.device("cuda", 0)] = []
-    loop.record.exhausted()
-    assert not copies[-1].later and loop.record._fence._copy is None
 
 
 def test_copies_of_a_watched_model_have_no_fence(loop: Loop) -> None:

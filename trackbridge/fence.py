@@ -7,8 +7,7 @@ never waits.
 
 An update has to announce itself for that, by torch's hooks. Nothing is copied beside training before each watched optimizer
 has, and nothing any more once one was seen in the capture of a CUDA graph (a replay calls no hooks) or with a closure (the
-forward pass is inside: nothing comes between it and the update), or a step was closed of which neither a forward pass nor an
-update was seen (a graph of both, from before). A write that does not announce itself (weight noise, say)
+forward pass is inside: nothing comes between it and the update). A write that does not announce itself (weight noise, say)
 moves the tensor's version: a copy beside it may be torn, so it is dropped, and later snapshots are queued in order. A write
 through ``.data``, or by a kernel that is handed the address, moves no version: one between the start of a step and its update
 can go unseen, and into the copy.
@@ -34,7 +33,6 @@ from trackbridge.hostcopy import HostCopy, Leaf
 
 CAPTURED = "an optimizer's step was captured in a CUDA graph while the weights were being copied"
 WRITTEN = "weights or optimizer state were written outside of optimizer.step while they were being copied"
-UNSEEN = "neither a forward pass nor an update of the step was seen: whether its copy came before the update is not known"
 BROKEN = "what holds updates back while the weights are being copied has failed"
 
 
@@ -141,8 +139,6 @@ class Fence:
 
     def end(self) -> str:
         """The step is over: the fence falls if it has not. Returns why the copy may be torn; empty, it is not."""
-        if self._copy is not None and self._copy.later:
-            self._why_not, self._in_order = self._why_not or UNSEEN, True
         self.fall()
         why_not = self._why_not if self._copy is None or self._part.alive else BROKEN
         self._copy, self._sources, self._why_not = None, (), ""
