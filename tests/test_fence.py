@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fsdp2_here import needs_shards
+from tests.wrapped_optimizers import WRAPPERS
 from trackbridge import fence, hostcopy, tree
 from trackbridge.batches import Fetch
 from trackbridge.config import RecorderConfig
@@ -214,20 +215,7 @@ def test_the_fence_falls_before_the_first_update(tmp_path: Path, copies: list[La
     loop.record.detach()
 
 
-def accelerated(optimizer: torch.optim.Optimizer) -> Any:
-    accelerate = pytest.importorskip("accelerate")
-    from tests.integrations.accelerate_kit import fresh
-
-    fresh()
-    return accelerate.Accelerator(cpu=True).prepare(optimizer)
-
-
-def of_fabric(optimizer: torch.optim.Optimizer) -> Any:
-    fabric = pytest.importorskip("lightning.fabric")
-    return fabric.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
-
-
-@pytest.mark.parametrize("wrap", [accelerated, of_fabric])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_an_optimizer_in_a_wrapper(tmp_path: Path, copies: list[Late], wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
     """It is the one inside that steps, and that has hooks."""
     loop = Loop(tmp_path, lambda model: {"": wrap(torch.optim.AdamW(model.body.parameters()))})

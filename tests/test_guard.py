@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import trackbridge
 from tests.guard_kit import BAD, STEPS
+from tests.wrapped_optimizers import WRAPPERS
 from trackbridge.config import DetectionConfig, GuardConfig, TrackbridgeConfig
 from trackbridge.detectors.band import BandDetector
 from trackbridge.errors import ConfigError, GuardError, UsageError
@@ -251,6 +253,20 @@ def test_two_optimizers_each_have_their_own_flag() -> None:
     assert all(map(torch.equal, before, bad_model.parameters()))
     assert not torch.equal(before[0], next(good_model.parameters()))
     assert not hasattr(bad, "found_inf") and not hasattr(good, "found_inf")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_an_optimizer_in_a_wrapper(wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
+    model, inside = fused()
+    guard, optimizer = a_guard(action="skip"), wrap(inside)
+    step(model, optimizer)
+    before = state(model, inside)
+    guard.protect(optimizer, torch.tensor(math.inf))
+    step(model, optimizer)
+    assert all(map(torch.equal, before, state(model, inside)))
+    guard.protect(optimizer, torch.tensor(2.0))
+    step(model, optimizer)
+    assert not all(map(torch.equal, before, state(model, inside)))
 
 
 def test_what_is_not_finite_is_dropped_from_the_first_step_on() -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from trackbridge.config import DetectionConfig, GuardConfig
 from trackbridge.detectors.band import BandDetector
 from trackbridge.errors import GuardError, UsageError
+from trackbridge.hooks import unwrapped
 from trackbridge.ranks import Ranks
 
 logger = logging.getLogger("trackbridge")
@@ -138,6 +139,7 @@ class Guard:
 
         Raises `UsageError` for an optimizer that is not fused, `GuardError` as `ok` does.
         """
+        optimizer = unwrapped(optimizer)
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             kind = type(optimizer).__name__
             raise UsageError(f"guard.protect needs a fused optimizer: {kind}(..., fused=True); or use guard.ok(loss)")
