@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import trackbridge
 from tests import replays
 from tests.training import Setup, setup, train
+from tests.wrapped_optimizers import WRAPPERS
 from trackbridge.replay import Rebuilt, rerun
 
 BAD = 45
@@ -99,6 +100,20 @@ def test_other_optimizers(tmp_path: Path, optimizer: Any) -> None:
     for batch in run.batches(DataLoader(Points(), 4)):
         run.step(loss=update(model, made, batch))
     assert verdict(run, lambda: plain_build(optimizer)) == "exact"
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_an_optimizer_in_a_wrapper(tmp_path: Path, wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def wrapped(parameters: Any, lr: float) -> Any:
+        return wrap(torch.optim.Adam(parameters, lr=lr))
+
+    torch.manual_seed(1)
+    run = trackbridge.init(**settings(tmp_path))
+    model, made, _ = plain_build(wrapped)
+    run.watch(model, made)
+    for batch in run.batches(DataLoader(Points(), 4)):
+        run.step(loss=update(model, made, batch))
+    assert verdict(run, lambda: plain_build(wrapped)) == "exact"
 
 
 @pytest.mark.parametrize(

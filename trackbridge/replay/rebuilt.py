@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trackbridge import names
 from trackbridge.errors import UsageError
+from trackbridge.hooks import unwrapped
 from trackbridge.records import MicroBatch
 from trackbridge.watched import named
 
@@ -69,7 +70,8 @@ class Rebuilt:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        return named("optimizer", self.optimizer, Optimizer)
+        """Those that have hooks: the ones inside of a trainer's wrappers."""
+        return {key: unwrapped(optimizer) for key, optimizer in named("optimizer", self.optimizer, Optimizer).items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> list[str]:
         """Put the recorded state into the objects. Returns what has no place here, in words; such a replay is incomplete.
