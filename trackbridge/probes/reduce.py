@@ -79,7 +79,8 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, elements:
     """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found,
     on the CPU without `elements` only norms. Where the factor is 1 nothing is written."""
     if total.device.type == "cpu":
-        by = factor.item() if factor != 1.0 else None
+        by: float | None = factor.item()
+        by = None if by == 1.0 else by
         return torch.from_numpy(cpu.summarise(tensors, sums=True, by=by) if elements else cpu.norms(tensors, by=by)[None])
     kernels = kernels_for(total)
     assert kernels is not None
