@@ -129,6 +129,12 @@ def test_a_database_is_where_mlflow_looks_for_it(tmp_path: Path, monkeypatch: py
     assert MlflowConfig.model_validate_json(config.model_dump_json()).build().open(run) == 3
 
 
+def test_a_place_where_no_database_can_be_needs_a_person(tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(TrackbridgeError, match="Not a directory"):
+        MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/a-file/x/mlflow.db").build().open(run_info(tmp_path))
+
+
 def test_an_experiment_that_mlflow_refuses_needs_a_person(uri: str, tmp_path: Path) -> None:
     """No waiting helps there, so `sync` must not wait."""
     backend = MlflowConfig(tracking_uri=uri, experiment="x" * 501).build()
