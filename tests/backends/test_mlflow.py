@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -110,6 +111,36 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(tmp_path: P
     deliver(backend, rows(range(3)))
     assert backend.close(end(3), timeout=20) == 3
     assert [file.name for file in path.parent.iterdir()] == ["mlflow.db"]
+
+
+@pytest.mark.parametrize("name", ["a b.db", "a%20b.db", "a%25b#[1].db"])
+def test_a_database_is_where_mlflow_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """MLflow reads %20 in a URI as a space, also in the working directory's part of it. Nothing else is left in the folder."""
+    here, run = tmp_path / "100%20?", run_info(tmp_path)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    config = MlflowConfig(tracking_uri=f"sqlite:///{name}", artifact_location=f"{tmp_path}/artifacts")
+    backend = config.build()
+    backend.open(run)
+    deliver(backend, rows(range(3)))
+    assert backend.close(end(3), timeout=20) == 3
+    assert [file.name for file in here.iterdir()] == [unquote(name)]
+    monkeypatch.chdir("/")
+    assert MlflowConfig.model_validate_json(config.model_dump_json()).build().open(run) == 3
+
+
+def test_a_place_where_no_database_can_be_needs_a_person(tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(TrackbridgeError, match="Not a directory"):
+        MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/a-file/x/mlflow.db").build().open(run_info(tmp_path))
+
+
+def test_an_experiment_that_mlflow_refuses_needs_a_person(uri: str, tmp_path: Path) -> None:
+    """No waiting helps there, so `sync` must not wait."""
+    backend = MlflowConfig(tracking_uri=uri, experiment="x" * 501).build()
+    with pytest.raises(TrackbridgeError, match=r"^MLflow at \S+ refuses experiment 'x+': .*500") as told:
+        backend.open(run_info(tmp_path))
+    assert not isinstance(told.value, RetryLater) and "\n" not in str(told.value)
 
 
 def test_a_database_that_mlflow_left_half_made_is_named_and_left_alone(tmp_path: Path) -> None:

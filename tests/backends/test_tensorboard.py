@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.disk import full_disk
 from trackbridge.backends import eventfile
 from trackbridge.backends.tensorboard import TensorboardConfig, fetch_capsule
-from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, UsageError
+from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError, UsageError
 from trackbridge.records import Artifact, RunInfo
 from trackbridge.testing import (
     BackendContract,
@@ -327,3 +327,12 @@ def test_another_recording_of_the_same_id_is_another_run(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "tb").iterdir()} == {first.run_id, f"{first.run_id}-{second.created:.0f}"}
     for run, count in ((first, 22), (second, 5)):
         assert len(read_back(config.root(run)).series["train/loss"]) == count
+
+
+def test_a_place_that_cannot_be_written_needs_a_person(tmp_path: Path) -> None:
+    """Where no time helps, `sync` must not wait."""
+    (tmp_path / "logs").write_text("a file")
+    backend = TensorboardConfig(logdir=tmp_path / "logs").build()
+    backend.open(run_info(tmp_path))
+    with pytest.raises(TrackbridgeError, match=r"^cannot write below .*: Not a directory$"):
+        backend.write(rows(range(3)), timeout=5)

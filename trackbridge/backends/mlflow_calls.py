@@ -7,14 +7,16 @@ because the shipper backs off by itself. It is applied by the shipper to its own
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from trackbridge import plugins, redact
 from trackbridge.errors import ConfigError, RetryLater, TrackbridgeError
@@ -28,6 +30,7 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 _FOR_GOOD = {"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "RESOURCE_DOES_NOT_EXIST", "NOT_FOUND",
              "ENDPOINT_NOT_FOUND", "FEATURE_DISABLED", "NOT_IMPLEMENTED"}  # fmt: skip
+_NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _BACK_OFF_SECONDS = 1.0
 _FOLDER_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 _FOLDER = (
@@ -65,10 +68,10 @@ def _make(uri: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+        MlflowClient(tracking_uri=f"sqlite:///{quote(str(aside))}").search_experiments(max_results=1)
         _place(aside, path)
     finally:
-        for part in path.parent.glob(f"{aside.name}*"):  # a journal of SQLite's among them
+        for part in path.parent.glob(f"{escape(aside.name)}*"):  # a journal of SQLite's among them
             part.unlink(missing_ok=True)
 
 
@@ -84,10 +87,10 @@ def _place(aside: Path, path: Path) -> None:
 
 
 def _sqlite_file(uri: str) -> Path | None:
-    """The database's file; None for what is no SQLite file."""
+    """The database's file; None for what is no SQLite file. ``%20`` in a URI is a space for MLflow."""
     if not uri.startswith("sqlite:///"):
         return None
-    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    path = unquote(uri.removeprefix("sqlite:///").partition("?")[0])
     return None if path in ("", ":memory:") else Path(path).absolute()
 
 
@@ -148,6 +151,8 @@ def _meaning(error: Exception, uri: str) -> Exception:
             return Refused(text)
         if error.error_code in _FOR_GOOD:
             return TrackbridgeError(said)
+    if isinstance(error, OSError) and error.errno in _NO_PLACE:  # for a database, or artifacts in a folder
+        return TrackbridgeError(said)
     return RetryLater(_BACK_OFF_SECONDS, said)
 
 
@@ -195,11 +200,10 @@ def from_environment() -> str | None:
 
 def absolute(uri: str) -> str:
     """A relative SQLite file belongs to the directory it was named in, not to that of whoever opens it later."""
-    path = _sqlite_file(uri)
-    if path is None or uri.startswith("sqlite:////"):
+    if _sqlite_file(uri) is None or uri.startswith("sqlite:////"):
         return uri
-    _, mark, query = uri.partition("?")
-    return f"sqlite:///{path}{mark}{query}"
+    named, mark, query = uri.removeprefix("sqlite:///").partition("?")
+    return f"sqlite:///{quote(str(Path.cwd()))}/{Path(named)}{mark}{query}"
 
 
 def default_uri() -> str:

@@ -70,9 +70,13 @@ class MlflowRun:
         self._theirs = theirs or Theirs()
         self._anew = anew
         self.client = mlflow_calls.client(uri)
-        with calling(uri):
-            self.experiment = self._theirs.experiment or self._experiment(experiment, artifact_location)
-            found = self.client.get_run(self._theirs.joined) if self._theirs.joined else self._find() or self._create()
+        try:
+            with calling(uri):
+                self.experiment = self._theirs.experiment or self._experiment(experiment, artifact_location)
+                found = self.client.get_run(self._theirs.joined) if self._theirs.joined else self._find() or self._create()
+        except Refused as error:  # no record was sent: it is a name or a place that the user gave
+            where = f"MLflow at {mlflow_calls.public(uri)}"
+            raise TrackbridgeError(f"{where} refuses experiment {experiment[:80]!r}: {error}") from None
         self.id: str = found.info.run_id
         self.tags: dict[str, str] = dict(found.data.tags)
         self._params: dict[str, str] = dict(found.data.params)

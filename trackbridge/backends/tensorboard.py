@@ -14,6 +14,7 @@ draws; reading the last one back is how nothing is written twice. Values are flo
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ _EVENTS = "events.out.tfevents.*"
 _ARTIFACTS = "artifacts"
 _STATUS_TAG = "status"
 _DISK_TROUBLE_SECONDS = 10.0
+_FOR_A_PERSON = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class TensorboardConfig(BackendConfig):
@@ -234,8 +236,10 @@ class TensorboardBackend:
         name = f"events.out.tfevents.{int(self._run.created):010d}.trackbridge.{number:05d}.a{self._attempt:04d}"
         return EventFile(self._folder / name, [*self._packer.header(self._run.created, self._series), *more])
 
-    def _disk_trouble(self, error: OSError) -> RetryLater:
-        return RetryLater(_DISK_TROUBLE_SECONDS, f"cannot write below {self._root}: {error.strerror or error}")
+    def _disk_trouble(self, error: OSError) -> RetryLater | TrackbridgeError:
+        """A full disk may have space in a minute. A place that cannot be written stays so until a person has done something."""
+        said = f"cannot write below {self._root}: {error.strerror or error}"
+        return TrackbridgeError(said) if error.errno in _FOR_A_PERSON else RetryLater(_DISK_TROUBLE_SECONDS, said)
 
     def _let_go(self) -> None:
         if self._file is not None:
