@@ -172,8 +172,8 @@ def told(ratio: tuple[float, float, float]) -> str:
 
 
 def memory(folder: Path, backend: dict[str, Any], steps: int) -> list[tuple[int, float, float]]:
-    """(step, MB of this process, MB of its children) over an outage, at a thousand steps a second: a loop that does nothing else
-    would leave the scribe behind, and what finds no slot of the ring is lost."""
+    """(step, MB of this process, MB of its children) over an outage, at a thousand steps a second: a loop that does nothing
+    else would leave the scribe behind, and what finds no slot of the ring is lost."""
     run = trackbridge.init(dir=folder, backend=backend, recorder={"enabled": False})
     names = [f"own/{index}" for index in range(50)]
     found = []
