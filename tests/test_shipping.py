@@ -497,12 +497,13 @@ def test_a_damaged_cursor_is_as_none(tmp_path: Path, tracker: Path, damaged: str
     assert [step for _, step, _ in rows(tracker)] == [0, 1, 2]
 
 
-def test_one_process_at_a_time(tmp_path: Path, tracker: Path) -> None:
+def test_one_process_at_a_time(tmp_path: Path, tracker: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = finished_run(tmp_path / "run")
     first = Service(run, FlakyConfig(path=tracker), follow=True).steps(3)
     second = Service(run, FlakyConfig(path=tracker)).steps(3)
     assert second.worker.waiting_for == f"process {os.getpid()} on {run.host}"
     assert second.worker.backend is None
+    assert caplog.text.count(f"flaky is being served by process {os.getpid()}") == 1  # it waits, and says so once
     first.worker.finish(1.0)
     second.to_the_end()
     assert second.worker.waiting_for is None

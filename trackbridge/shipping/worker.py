@@ -99,10 +99,12 @@ class Worker:
                 self._let_go()  # the claim was lost: this process was stopped for minutes
             self._started = False
             try:
-                self.waiting_for = self.claim.take()
+                before, self.waiting_for = self.waiting_for, self.claim.take()
             except OSError as error:
                 return self._failed(error)
             if self.waiting_for is not None:
+                if before is None:
+                    logger.warning("trackbridge: %s is being served by %s; waiting", self.kind, self.waiting_for)
                 return _CLAIM_SECONDS
         try:
             if not self._started:
