@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.probes.kit import no_sync
 from trackbridge import fence, hostcopy, tree
 from trackbridge.config import RecorderConfig
 from trackbridge.recorder import Recorder
@@ -97,16 +97,6 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
     assert GPU in made.newest.copy.beside
     yield made
     made.record.detach()
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def several(model: nn.Module) -> dict[str, torch.optim.Optimizer]:

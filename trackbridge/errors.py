@@ -9,6 +9,7 @@ traceback, says that the part is not alive and counts; its owner then leaves it 
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -16,6 +17,9 @@ from types import TracebackType
 from typing import Protocol
 
 logger = logging.getLogger("trackbridge")
+
+NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+"""Of an `OSError`: nothing can be written there until a person has done something. A full disk may have space in a minute."""
 
 
 class TrackbridgeError(Exception):

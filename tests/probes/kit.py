@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,17 @@ from trackbridge.config import ActivationsConfig, ParametersConfig
 from trackbridge.probes import Instruments
 from trackbridge.probes.moments import FIRES, WIDTH
 from trackbridge.probes.session import Reading
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Whatever waits for a GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Lab:

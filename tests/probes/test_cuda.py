@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import trackbridge
-from tests.probes.kit import Lab
+from tests.probes.kit import Lab, no_sync
 from tests.probes.test_activations import Stack, acts, batch, fires
 from tests.probes.test_gradients import layer
 from tests.probes.test_moments import CASES, truth
@@ -33,16 +33,6 @@ from trackbridge.probes.samples import FEW, Samples, sample
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 GATE = 2 + 2 * WIDTH  # in a slab of two numbers, two sites, and the gate

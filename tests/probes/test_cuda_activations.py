@@ -15,11 +15,11 @@ if not torch.cuda.is_available():
 
 from tests.probes import test_attention as attention
 from tests.probes import test_routers as routers
-from tests.probes.kit import Lab
+from tests.probes.kit import Lab, no_sync
 from tests.probes.test_activations import Stack, acts, batch, outputs
 from tests.probes.test_attention import logits
 from tests.probes.test_channels import columns, truth
-from tests.probes.test_cuda import GPU, no_sync, train
+from tests.probes.test_cuda import GPU, train
 from tests.probes.test_embeddings import rows
 from tests.probes.test_moments import CASES, randn
 from trackbridge.probes import channel_kernels, graph_kernels, observe_kernels, router_kernels

@@ -91,7 +91,19 @@ def test_without_run_batches(tmp_path: Path) -> None:
     assert verdict(run, plain_build) == "exact"
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam], ids=lambda kind: kind.__name__)
+def in_a_wrapper(wrap: Callable[[torch.optim.Optimizer], Any]) -> Callable[..., Any]:
+    def wrapped(parameters: Any, lr: float) -> Any:
+        return wrap(torch.optim.Adam(parameters, lr=lr))
+
+    wrapped.__name__ = f"in {wrap.__name__}"
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam, *map(in_a_wrapper, WRAPPERS)],
+    ids=lambda kind: kind.__name__,
+)
 def test_other_optimizers(tmp_path: Path, optimizer: Any) -> None:
     torch.manual_seed(1)
     run = trackbridge.init(**settings(tmp_path))
@@ -100,20 +112,6 @@ def test_other_optimizers(tmp_path: Path, optimizer: Any) -> None:
     for batch in run.batches(DataLoader(Points(), 4)):
         run.step(loss=update(model, made, batch))
     assert verdict(run, lambda: plain_build(optimizer)) == "exact"
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_an_optimizer_in_a_wrapper(tmp_path: Path, wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
-    def wrapped(parameters: Any, lr: float) -> Any:
-        return wrap(torch.optim.Adam(parameters, lr=lr))
-
-    torch.manual_seed(1)
-    run = trackbridge.init(**settings(tmp_path))
-    model, made, _ = plain_build(wrapped)
-    run.watch(model, made)
-    for batch in run.batches(DataLoader(Points(), 4)):
-        run.step(loss=update(model, made, batch))
-    assert verdict(run, lambda: plain_build(wrapped)) == "exact"
 
 
 @pytest.mark.parametrize(

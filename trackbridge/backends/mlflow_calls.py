@@ -7,7 +7,6 @@ because the shipper backs off by itself. It is applied by the shipper to its own
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from trackbridge import plugins, redact
-from trackbridge.errors import ConfigError, RetryLater, TrackbridgeError
+from trackbridge.errors import NO_PLACE, ConfigError, RetryLater, TrackbridgeError
 
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -30,7 +29,6 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 _FOR_GOOD = {"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "RESOURCE_DOES_NOT_EXIST", "NOT_FOUND",
              "ENDPOINT_NOT_FOUND", "FEATURE_DISABLED", "NOT_IMPLEMENTED"}  # fmt: skip
-_NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _BACK_OFF_SECONDS = 1.0
 _FOLDER_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 _FOLDER = (
@@ -151,7 +149,7 @@ def _meaning(error: Exception, uri: str) -> Exception:
             return Refused(text)
         if error.error_code in _FOR_GOOD:
             return TrackbridgeError(said)
-    if isinstance(error, OSError) and error.errno in _NO_PLACE:  # for a database, or artifacts in a folder
+    if isinstance(error, OSError) and error.errno in NO_PLACE:  # for a database, or artifacts in a folder
         return TrackbridgeError(said)
     return RetryLater(_BACK_OFF_SECONDS, said)
 

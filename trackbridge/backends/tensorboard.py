@@ -14,7 +14,6 @@ draws; reading the last one back is how nothing is written twice. Values are flo
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from trackbridge.backends import exhibits, folders, held, words
 from trackbridge.backends.base import Backend, BackendConfig, to_a_new_run
 from trackbridge.backends.eventfile import EventFile
 from trackbridge.backends.eventpack import Packer
-from trackbridge.errors import ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError
+from trackbridge.errors import NO_PLACE, ConfigError, ReferenceNotFoundError, Rejected, RetryLater, TrackbridgeError
 from trackbridge.records import Anomaly, Artifact, Histograms, Params, Record, Row, RunEnd, RunInfo
 from trackbridge.rundir import RunDirectory
 
@@ -37,7 +36,6 @@ _EVENTS = "events.out.tfevents.*"
 _ARTIFACTS = "artifacts"
 _STATUS_TAG = "status"
 _DISK_TROUBLE_SECONDS = 10.0
-_FOR_A_PERSON = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class TensorboardConfig(BackendConfig):
@@ -237,9 +235,8 @@ class TensorboardBackend:
         return EventFile(self._folder / name, [*self._packer.header(self._run.created, self._series), *more])
 
     def _disk_trouble(self, error: OSError) -> RetryLater | TrackbridgeError:
-        """A full disk may have space in a minute. A place that cannot be written stays so until a person has done something."""
         said = f"cannot write below {self._root}: {error.strerror or error}"
-        return TrackbridgeError(said) if error.errno in _FOR_A_PERSON else RetryLater(_DISK_TROUBLE_SECONDS, said)
+        return TrackbridgeError(said) if error.errno in NO_PLACE else RetryLater(_DISK_TROUBLE_SECONDS, said)
 
     def _let_go(self) -> None:
         if self._file is not None:

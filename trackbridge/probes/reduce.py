@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trackbridge.probes import cpu
-from trackbridge.records import FloatArray
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels read
 _KIND = attrgetter("device", "dtype", "layout", "requires_grad")
@@ -34,27 +33,35 @@ class Summary(NamedTuple):
     nonzero: Tensor | None
 
 
+class Extent(NamedTuple):
+    """The first three of a `Summary`, each (k,)."""
+
+    norm: Tensor
+    peak: Tensor
+    nonfinite: Tensor
+
+
 def summary(tensors: Sequence[Tensor], *, elements: bool = True) -> Summary:
     """One pass on the CPU and on CUDA. Without `elements` the CPU gives norms and counts of non-finite elements only."""
     kernels = kernels_for(tensors[0])
     if kernels is not None:
         return Summary(*kernels.summarise(tensors).unbind())
     if tensors[0].device.type != "cpu":
-        return Summary(norms(tensors), peaks(tensors), nonfinites(tensors), _totals(tensors), _nonzeros(tensors))
+        return Summary(*extent(tensors), _totals(tensors), _nonzeros(tensors))
     if elements:
-        return _on_cpu(cpu.summarise(tensors, sums=True))
+        return Summary(*torch.from_numpy(cpu.summarise(tensors, sums=True)).unbind())
     norm = norms(tensors)
     return Summary(norm, None, torch.zeros_like(norm) if norm.isfinite().all() else nonfinites(tensors), None, None)
 
 
-def extent(tensors: Sequence[Tensor]) -> Summary:
-    """A `summary` of which `total` and `nonzero` are of no use."""
-    return _on_cpu(cpu.summarise(tensors)) if tensors[0].device.type == "cpu" else summary(tensors)
-
-
-def _on_cpu(found: FloatArray) -> Summary:
-    norm, peak, bad, *more = torch.from_numpy(found).unbind()
-    return Summary(norm, peak, bad, *(more or (None, None)))
+def extent(tensors: Sequence[Tensor]) -> Extent:
+    """One pass on the CPU and on CUDA."""
+    kernels = kernels_for(tensors[0])
+    if kernels is not None:
+        return Extent(*kernels.summarise(tensors)[:3].unbind())
+    if tensors[0].device.type == "cpu":
+        return Extent(*torch.from_numpy(cpu.summarise(tensors)).unbind())
+    return Extent(norms(tensors), peaks(tensors), nonfinites(tensors))
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:

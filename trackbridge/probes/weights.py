@@ -117,8 +117,7 @@ class WeightProbe:
     def _measure(self, rows: list[int], tensors: list[Tensor], before: Samples | None) -> None:
         found = reduce.extent(tensors)
         self._write("weight", rows, found.norm)
-        if found.peak is not None:
-            self._peak.write(rows, found.peak)
+        self._peak.write(rows, found.peak)
         self._nonfinite.write(rows, found.nonfinite)
         if before is not None:
             now = Samples.of(tensors)
