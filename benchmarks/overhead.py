@@ -388,6 +388,7 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
             "overhead": middle,
             "quartiles": [low, high],
             "mean_overhead": sum(case.times) / sum(base.times) - 1,
+            "rounds_ms": [round(1e3 * seconds, 3) for seconds in case.times],
         }
         if case.hosts:
             rows[name]["host_ms"] = 1e3 * statistics.median(case.hosts)
@@ -517,6 +518,7 @@ def show(result: dict[str, Any]) -> None:
         low, high = row["quartiles"]
         extra = "".join(f"  {key} {row[key]:.3g}" for key in SHOWN if key in row)
         print(f"  {name:24s} {row['ms']:8.2f} ms  {100 * row['overhead']:+7.2f}%  [{100 * low:+.2f}, {100 * high:+.2f}]{extra}")
+        print(f"    rounds: {' '.join(map(str, row['rounds_ms']))}")
     for key in ("recompiles_after_warmup", "graph_breaks"):
         if key in result:
             print(f"  {key}: {result[key]}")
