@@ -105,7 +105,7 @@ def main() -> None:
     print(f"{len(gradients)} gradients of GPT-2 124M, float32")
     report("summarise: norm, max, non-finite", lambda: kernels.summarise(gradients), size)
     before = Samples.of(gradients)
-    report("size of an update, of samples", lambda: Samples.of(gradients).distances(before), before.flat.nbytes)
+    report("size of an update, of samples", lambda: before.distances(gradients), before.flat.nbytes)
     report("histograms", lambda: histogram_kernels.count(gradients), size)
     factor, total = torch.full((), 0.9999, device="cuda"), torch.ones((), device="cuda")
     report("scale and summarise", lambda: kernels.combine(kernels.scale(gradients, factor, total)), 2 * size)

@@ -77,7 +77,7 @@ def test_what_is_not_in_order_in_memory() -> None:
 def test_of_small_tensors_differences_are_exact(dtype: torch.dtype, size: int, step: float) -> None:
     old = [(randn(n) * (step != 1e-30)).to(dtype) for n in (size, 5)]  # a step that float32 squares would lose, from 0
     new = [(t + step * randn(t.numel(), seed=1)).to(dtype) for t in old]
-    found = Samples.of(new).distances(Samples.of(old))
+    found = Samples.of(old).distances(new)
     exact = [float(np.linalg.norm(a.double().numpy() - b.double().numpy())) for a, b in zip(new, old, strict=True)]
     assert found.tolist() == pytest.approx(exact, rel=1e-6)
 
@@ -89,14 +89,14 @@ def test_of_large_tensors_differences_are_estimated(shape: tuple[int, ...]) -> N
         step = randn(*shape, seed=seed + 1)
         rows = randn(shape[0], *[1] * (len(shape) - 1), seed=seed + 9).exp()  # some rows move far more than others
         for moved, error in ((step, 0.05), (step * rows, 0.25)):
-            found = Samples.of([old + moved]).distances(Samples.of([old]))
+            found = Samples.of([old]).distances([old + moved])
             assert found.item() == pytest.approx(float(moved.norm()), rel=error)
 
 
 def test_a_weight_that_is_not_finite_shows() -> None:
     old, new = randn(9), randn(9)
     new[3] = math.nan
-    assert math.isnan(Samples.of([new]).distances(Samples.of([old])).item())
+    assert math.isnan(Samples.of([old]).distances([new]).item())
 
 
 def test_in_training_the_estimate_is_near_and_every_layer_has_one() -> None:

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
-"""A Triton kernel that gathers every k-th element of each of several tensors. Imported only where CUDA and Triton are."""
+"""A Triton kernel that gathers every k-th element of each of several tensors, or takes from them what was gathered before.
+Imported only where CUDA and Triton are."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ BLOCK = 1024
 
 
 @triton.jit
-def _gather(pointers, counts, intervals, firsts, owners, blocks, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(
+    pointers, counts, intervals, firsts, owners, blocks, out, DTYPE: tl.constexpr, MINUS: tl.constexpr, BLOCK: tl.constexpr
+):
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     at = tl.load(blocks + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.load(counts + tensor)
     data = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE))
-    x = tl.load(data + at * tl.load(intervals + tensor), mask=inside)
-    tl.store(out + tl.load(firsts + tensor) + at, x.to(tl.float32), mask=inside)
+    x = tl.load(data + at * tl.load(intervals + tensor), mask=inside).to(tl.float32)
+    places = out + tl.load(firsts + tensor) + at
+    if MINUS:
+        x -= tl.load(places, mask=inside)
+    tl.store(places, x, mask=inside)
 
 
 class Plan:
@@ -50,9 +56,19 @@ def _plan(counts: tuple[int, ...], intervals: tuple[int, ...], device: torch.dev
 def gather(tensors: Sequence[Tensor], counts: tuple[int, ...], intervals: tuple[int, ...]) -> Tensor:
     """Of dense tensors of one dtype of `DTYPES` every `intervals[i]`-th element of the i-th in memory, `counts[i]` of them, one
     tensor after the other. Float32, without a sync."""
-    device = tensors[0].device
-    plan = _plan(counts, intervals, device)
-    out = torch.empty(sum(counts), dtype=torch.float32, device=device)
-    arguments = pointers_of(tensors), plan.counts, plan.intervals, plan.firsts, plan.owners, plan.blocks, out
-    launch(_gather, (plan.programs, 1, 1), arguments, (DTYPES[tensors[0].dtype], BLOCK), warps=4)
+    out = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
+    _launch(tensors, counts, intervals, out, minus=False)
     return out
+
+
+def subtract(tensors: Sequence[Tensor], counts: tuple[int, ...], intervals: tuple[int, ...], before: Tensor) -> None:
+    """Put what `gather` would return, less `before`, in the place of `before`."""
+    _launch(tensors, counts, intervals, before, minus=True)
+
+
+def _launch(
+    tensors: Sequence[Tensor], counts: tuple[int, ...], intervals: tuple[int, ...], out: Tensor, *, minus: bool
+) -> None:
+    plan = _plan(counts, intervals, out.device)
+    arguments = pointers_of(tensors), plan.counts, plan.intervals, plan.firsts, plan.owners, plan.blocks, out
+    launch(_gather, (plan.programs, 1, 1), arguments, (DTYPES[tensors[0].dtype], minus, BLOCK), warps=4)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,27 +39,47 @@ class Samples:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Samples:
         """Copy the samples of tensors of one device and dtype, none empty. No sync."""
-        sizes = tuple([tensor.numel() for tensor in tensors])
-        kernels = reduce.kernels_for(tensors[0])
-        if kernels is not None and all(map(kernels.is_dense, tensors)):
-            from trackbridge.probes import sample_kernels
-
-            intervals = tuple([interval(tensor.shape) for tensor in tensors])
-            counts = tuple(-(-size // every) for size, every in zip(sizes, intervals, strict=True))
-            return cls(sample_kernels.gather(tensors, counts, intervals), counts, sizes)
+        counts, sizes = _counts(tensors), tuple([tensor.numel() for tensor in tensors])
+        if (gathering := _kernels_for(tensors)) is not None:
+            return cls(gathering.gather(tensors, counts, _intervals(tensors)), counts, sizes)
         dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
         views = [sample(tensor).to(dtype) for tensor in tensors]
         joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
-        return cls(joined(views), tuple([view.numel() for view in views]), sizes)
+        return cls(joined(views), counts, sizes)
 
-    def distances(self, before: Samples) -> Tensor:
-        """Estimates of the L2 norms of the differences of the whole tensors, shape (k,)."""
-        if self.flat.device.type == "cpu":
-            found = torch.from_numpy(cpu.distances(self.flat, before.flat, self.counts))
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the samples of `tensors` are as many elements as these."""
+        return _counts(tensors) == self.counts
+
+    def distances(self, now: Sequence[Tensor]) -> Tensor:
+        """Estimates of the L2 norms of the differences between the whole tensors `now`, which `fit`, and those that were
+        sampled; shape (k,). Uses the samples up: on CUDA the differences take their place, and no more memory than they."""
+        if (gathering := _kernels_for(now)) is not None:
+            gathering.subtract(now, self.counts, _intervals(now), self.flat)
+            found = reduce.norms(torch.split(self.flat, list(self.counts)))
+        elif self.flat.device.type == "cpu":
+            found = torch.from_numpy(cpu.distances(Samples.of(now).flat, self.flat, self.counts))
         else:
-            apart = torch.split(self.flat - before.flat, list(self.counts))
-            found = reduce.norms(apart)
+            found = reduce.norms(torch.split(Samples.of(now).flat.sub_(self.flat), list(self.counts)))
         return found if self.counts == self.sizes else found * _roots(self.counts, self.sizes, found.device, found.dtype)
+
+
+def _intervals(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([interval(tensor.shape) for tensor in tensors])
+
+
+def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([-(-tensor.numel() // interval(tensor.shape)) for tensor in tensors])
+
+
+def _kernels_for(tensors: Sequence[Tensor]) -> ModuleType | None:
+    """The kernels that gather samples, if they can read all `tensors`."""
+    kernels = reduce.kernels_for(tensors[0])
+    if kernels is None or not all(map(kernels.is_dense, tensors)):
+        return None
+    from trackbridge.probes import sample_kernels
+
+    return sample_kernels
 
 
 @lru_cache(maxsize=64)

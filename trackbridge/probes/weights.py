@@ -119,10 +119,8 @@ class WeightProbe:
         self._write("weight", rows, found.norm)
         self._peak.write(rows, found.peak)
         self._nonfinite.write(rows, found.nonfinite)
-        if before is not None:
-            now = Samples.of(tensors)
-            if now.counts == before.counts:  # no weight was replaced by one of another shape
-                self._write("update", rows, now.distances(before))
+        if before is not None and before.fit(tensors):  # no weight was replaced by one of another shape
+            self._write("update", rows, before.distances(tensors))
 
     def _write(self, kind: str, rows: list[int], norms: Tensor) -> None:
         self._norm[kind].write(rows, norms)
