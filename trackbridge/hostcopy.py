@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -54,17 +55,20 @@ class HostCopy:
 class HostMemory:
     """Host memory for the tensors of a snapshot, kept for the next one. With `locked` it is page-locked, region by region:
     locking a gigabyte in one call stops every kernel launch of the process for a second (measured on an H200), in regions
-    of 64 MiB for 10 ms at most. A copy must not cross two locked regions, so each tensor lies in one."""
+    of 64 MiB for 10 ms at most. `rest` is called after each with the seconds that it took, for launches to catch up. A copy
+    must not cross two locked regions, so each tensor lies in one."""
 
-    def __init__(self, sizes: Sequence[int], *, locked: bool) -> None:
+    def __init__(self, sizes: Sequence[int], *, locked: bool, rest: Callable[[float], None] = lambda seconds: None) -> None:
         self.locked = locked
         self.newest: HostCopy | None = None
         self.regions: list[Tensor] = []
         for size in _layout(sizes):
             region = torch.empty(size, dtype=torch.uint8, device="cpu")
-            if locked:
-                _lock(region)
             self.regions.append(region)
+            if locked:
+                begun = time.perf_counter()
+                _lock(region)
+                rest(time.perf_counter() - begun)
 
     def fits(self, sizes: Sequence[int], *, locked: bool) -> bool:
         return locked == self.locked and _layout(sizes) == [region.numel() for region in self.regions]

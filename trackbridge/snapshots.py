@@ -31,6 +31,7 @@ from trackbridge.rundir import RunDirectory
 KEPT = 2
 MOST = 64  # while the scribe is behind
 MARGIN = 32  # steps before a detection's window that an onset may lie
+RESTS = 4  # times as long as a region of page-locked memory took to make, before the next: launches wait meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +232,7 @@ class Snapshots:
 
     def _make(self, sizes: list[int]) -> None:
         try:
-            self._spare = hostcopy.HostMemory(sizes, locked=True)
+            self._spare = hostcopy.HostMemory(sizes, locked=True, rest=lambda seconds: time.sleep(RESTS * seconds))
         except RuntimeError as error:
             self._every = 0
             self.why_not = f"host memory could not be page-locked: {error}"
