@@ -104,7 +104,7 @@ def main() -> None:
     size = sum(g.nbytes for g in gradients)
     print(f"{len(gradients)} gradients of GPT-2 124M, float32")
     report("summarise: norm, max, non-finite", lambda: kernels.summarise(gradients), size)
-    before = Samples.of(gradients)
+    before = Samples.of(gradients)  # used up by the first call; the work stays the same
     report("size of an update, of samples", lambda: before.distances(gradients), before.flat.nbytes)
     report("histograms", lambda: histogram_kernels.count(gradients), size)
     factor, total = torch.full((), 0.9999, device="cuda"), torch.ones((), device="cuda")

@@ -396,6 +396,35 @@ def test_memory_is_laid_out_in_regions_that_no_tensor_crosses(monkeypatch: pytes
     assert memory.fits(sizes, locked=False) and not memory.fits(sizes, locked=True) and not memory.fits([600], locked=False)
 
 
+def test_page_locking_rests_after_each_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostcopy, "REGION", 256)
+    order: list[str] = []
+    monkeypatch.setattr(hostcopy, "_lock", lambda region: order.append(f"lock {region.numel()}"))
+    hostcopy.HostMemory([200, 500, 64], locked=True, rest=lambda seconds: order.append("rest" if seconds >= 0 else "?"))
+    assert order == ["lock 256", "rest", "lock 512", "rest", "lock 64", "rest"]
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_memory_that_is_being_made_when_a_run_ends_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """`after`: regions that were locked by then."""
+    monkeypatch.setattr(hostcopy, "REGION", 256)
+    ring, locked = make(tmp_path), []
+
+    def lock(region: torch.Tensor) -> None:
+        if len(locked) == after:
+            ring.clear()
+        locked.append(region.numel())
+
+    monkeypatch.setattr(hostcopy, "_lock", lock)
+    ring._make([200] * 5, ring._unwanted)
+    assert ring._spare is None and len(locked) == after + 1
+    locked.extend([0] * 9)  # nobody ends it now
+    ring._make([200] * 5, threading.Event())
+    assert ring._spare is not None and len(ring._spare.regions) == 5 and ring._every
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_page_locked_memory_is_made_beside_training(tmp_path: Path) -> None:
     """Only the first snapshot waits for it; a later, larger one comes as soon as its memory is there."""

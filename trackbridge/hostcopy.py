@@ -55,8 +55,8 @@ class HostCopy:
 class HostMemory:
     """Host memory for the tensors of a snapshot, kept for the next one. With `locked` it is page-locked, region by region:
     locking a gigabyte in one call stops every kernel launch of the process for a second (measured on an H200), in regions
-    of 64 MiB for 10 ms at most. `rest` is called after each with the seconds that it took, for launches to catch up. A copy
-    must not cross two locked regions, so each tensor lies in one."""
+    of 64 MiB for 10 ms at most. `rest` is called after each with the seconds that it took, for launches to catch up; what it
+    raises ends the making. A copy must not cross two locked regions, so each tensor lies in one."""
 
     def __init__(self, sizes: Sequence[int], *, locked: bool, rest: Callable[[float], None] = lambda seconds: None) -> None:
         self.locked = locked
@@ -64,11 +64,11 @@ class HostMemory:
         self.regions: list[Tensor] = []
         for size in _layout(sizes):
             region = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self.regions.append(region)
             if locked:
                 begun = time.perf_counter()
                 _lock(region)
                 rest(time.perf_counter() - begun)
+            self.regions.append(region)
 
     def fits(self, sizes: Sequence[int], *, locked: bool) -> bool:
         return locked == self.locked and _layout(sizes) == [region.numel() for region in self.regions]

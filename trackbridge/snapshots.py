@@ -34,6 +34,10 @@ MARGIN = 32  # steps before a detection's window that an onset may lie
 RESTS = 4  # times as long as a region of page-locked memory took to make, before the next: launches wait meanwhile
 
 
+class _Unwanted(Exception):  # noqa: N818 - a signal
+    """Nobody waits for the memory any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """The state before one step, the `first` of this process or a later one. `memory` is the buffer that the copy lives in;
@@ -94,6 +98,7 @@ class Snapshots:
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: hostcopy.HostMemory | None = None
         self._making: threading.Thread | None = None
+        self._unwanted = threading.Event()  # what is being made
         self._last: int | None = None
         self._before_last: int | None = None
         self._lock = threading.Lock()
@@ -185,13 +190,14 @@ class Snapshots:
         return None
 
     def clear(self) -> None:
-        """Let go of all host memory."""
+        """Let go of all host memory, and of what is being made."""
         with self._lock:
+            self._unwanted.set()
             dropped, self._kept = self._kept, []
-        for memory in (*(snapshot.memory for snapshot in dropped), self._spare):
+            spare, self._spare = self._spare, None
+        for memory in (*(snapshot.memory for snapshot in dropped), spare):
             if memory is not None:
                 memory.free()
-        self._spare = None
 
     def _memory(self, sizes: list[int], *, locked: bool) -> hostcopy.HostMemory | None:
         """Memory for tensors of `sizes`, making room within the budget. Page-locked memory takes a third of a second a
@@ -217,7 +223,10 @@ class Snapshots:
         if not locked or self._last is None:
             return hostcopy.HostMemory(sizes, locked=locked)
         self.why_not = "page-locked memory for it is being made"
-        self._making = threading.Thread(target=self._make, args=(sizes,), name="trackbridge-snapshots", daemon=True)
+        self._unwanted = threading.Event()
+        self._making = threading.Thread(
+            target=self._make, args=(sizes, self._unwanted), name="trackbridge-snapshots", daemon=True
+        )
         self._making.start()
         return None
 
@@ -230,12 +239,22 @@ class Snapshots:
             wanted = max(wanted, min(len(behind) + KEPT, room, MOST))
         return wanted
 
-    def _make(self, sizes: list[int]) -> None:
+    def _make(self, sizes: list[int], unwanted: threading.Event) -> None:
+        def rest(seconds: float) -> None:
+            if unwanted.wait(RESTS * seconds):
+                raise _Unwanted
+
         try:
-            self._spare = hostcopy.HostMemory(sizes, locked=True, rest=lambda seconds: time.sleep(RESTS * seconds))
+            memory = hostcopy.HostMemory(sizes, locked=True, rest=rest)
+        except _Unwanted:
+            return
         except RuntimeError as error:
             self._every = 0
             self.why_not = f"host memory could not be page-locked: {error}"
+            return
+        with self._lock:
+            if not unwanted.is_set():
+                self._spare = memory
 
     def _write(self, snapshot: Snapshot) -> None:
         folder = self._folder / f"step-{snapshot.step}"

@@ -177,13 +177,14 @@ def test_samples_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     old[3] = old[3].to(memory_format=torch.channels_last)
     new = [t + (1e-2 * torch.randn_like(t)).to(dtype) for t in old]
     before = Samples.of(old)
-    assert before.counts == Samples.of([t.cpu() for t in old]).counts
+    assert before.layout == Samples.of([t.cpu() for t in old]).layout
     assert torch.equal(before.flat.cpu(), torch.cat([sample(t.cpu()).to(before.flat.dtype) for t in old]))
     on_cpu = Samples.of([t.cpu() for t in old]).distances([t.cpu() for t in new])
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = before.distances(new)
-    assert dtype is torch.float64 or torch.cuda.max_memory_allocated() - held < before.flat.nbytes / 2  # in the samples' place
+    if dtype is not torch.float64:  # which no kernel reads
+        assert torch.cuda.max_memory_allocated() - held < before.flat.nbytes / 2
     assert found.tolist() == pytest.approx(on_cpu.tolist(), rel=1e-5)
 
 

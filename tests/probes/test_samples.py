@@ -58,7 +58,7 @@ def test_samples_are_copies_with_the_elements_in_the_order_of_memory(dtype: torc
     if dtype.itemsize > 1:
         tensors.append(torch._neg_view(whole[:1]))
     found = Samples.of(tensors)
-    first, *others = found.flat.split(list(found.counts))
+    first, *others = found.flat.split(list(found.layout.counts))
     assert torch.equal(first.double(), whole[:: interval((size,))].double())
     assert [other.item() for other in others] == [whole[0].item(), -whole[0].item()][: len(others)]
     assert not found.flat.requires_grad and found.flat.data_ptr() != whole.data_ptr()
@@ -91,6 +91,13 @@ def test_of_large_tensors_differences_are_estimated(shape: tuple[int, ...]) -> N
         for moved, error in ((step, 0.05), (step * rows, 0.25)):
             found = Samples.of([old]).distances([old + moved])
             assert found.item() == pytest.approx(float(moved.norm()), rel=error)
+
+
+def test_samples_fit_tensors_of_the_same_shapes_only() -> None:
+    before = Samples.of([randn(300, 300), randn(5)])
+    assert before.fit([randn(300, 300), randn(5)])
+    for shapes in (((300, 300),), ((300, 300), (6,)), ((301, 300), (5,)), ((5,), (300, 300))):
+        assert not before.fit([randn(*shape) for shape in shapes])
 
 
 def test_a_weight_that_is_not_finite_shows() -> None:

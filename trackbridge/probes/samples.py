@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,48 +29,62 @@ FEW = 1 << 12
 RAREST = 257
 
 
+class Layout(NamedTuple):
+    """What the shapes of some tensors say of their samples."""
+
+    intervals: tuple[int, ...]
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+        return _layout(tuple([tensor.shape for tensor in tensors]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
     """Those of some tensors, one after the other, in float32 or better."""
 
     flat: Tensor
-    counts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    layout: Layout
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Samples:
         """Copy the samples of tensors of one device and dtype, none empty. No sync."""
-        counts, sizes = _counts(tensors), tuple([tensor.numel() for tensor in tensors])
+        layout = Layout.of(tensors)
         if (gathering := _kernels_for(tensors)) is not None:
-            return cls(gathering.gather(tensors, counts, _intervals(tensors)), counts, sizes)
-        dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-        views = [sample(tensor).to(dtype) for tensor in tensors]
-        joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
-        return cls(joined(views), counts, sizes)
+            return cls(gathering.gather(tensors, layout.counts, layout.intervals), layout)
+        return cls(_copied(tensors), layout)
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the samples of `tensors` are as many elements as these."""
-        return _counts(tensors) == self.counts
+        """Whether the samples of `tensors` are laid out like these."""
+        return Layout.of(tensors) == self.layout
 
     def distances(self, now: Sequence[Tensor]) -> Tensor:
         """Estimates of the L2 norms of the differences between the whole tensors `now`, which `fit`, and those that were
         sampled; shape (k,). Uses the samples up: on CUDA the differences take their place, and no more memory than they."""
-        if (gathering := _kernels_for(now)) is not None:
-            gathering.subtract(now, self.counts, _intervals(now), self.flat)
-            found = reduce.norms(torch.split(self.flat, list(self.counts)))
-        elif self.flat.device.type == "cpu":
-            found = torch.from_numpy(cpu.distances(Samples.of(now).flat, self.flat, self.counts))
+        intervals, counts, sizes = self.layout
+        if self.flat.device.type == "cpu":
+            found = torch.from_numpy(cpu.distances(_copied(now), self.flat, counts))
         else:
-            found = reduce.norms(torch.split(Samples.of(now).flat.sub_(self.flat), list(self.counts)))
-        return found if self.counts == self.sizes else found * _roots(self.counts, self.sizes, found.device, found.dtype)
+            if (gathering := _kernels_for(now)) is not None:
+                gathering.subtract(now, counts, intervals, apart := self.flat)
+            else:
+                apart = _copied(now).sub_(self.flat)
+            found = reduce.norms(torch.split(apart, list(counts)))
+        return found if counts == sizes else found * _roots(counts, sizes, found.device, found.dtype)
 
 
-def _intervals(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple([interval(tensor.shape) for tensor in tensors])
+@lru_cache(maxsize=64)
+def _layout(shapes: tuple[torch.Size, ...]) -> Layout:
+    intervals, sizes = tuple(map(interval, shapes)), tuple(map(math.prod, shapes))
+    return Layout(intervals, tuple(-(-size // every) for size, every in zip(sizes, intervals, strict=True)), sizes)
 
 
-def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple([-(-tensor.numel() // interval(tensor.shape)) for tensor in tensors])
+def _copied(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
+    return joined([sample(tensor).to(dtype) for tensor in tensors])
 
 
 def _kernels_for(tensors: Sequence[Tensor]) -> ModuleType | None:
