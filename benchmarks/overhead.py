@@ -1,6 +1,7 @@
 """What watching costs: base and instrumented steps interleaved in one process.
 
-    python benchmarks/overhead.py                         # demo model, this machine's CPU, with the field's other tools
+    python benchmarks/overhead.py --demo --peers          # the demo's own step, and the field's other tools
+    python benchmarks/overhead.py                         # the demo's model, one batch a step, torch on every core
     python benchmarks/overhead.py --device cuda           # GPT-2 124M, bf16 autocast, batch 16 x 1024, eager and compiled
     python benchmarks/overhead.py --device cuda --activations   # hottest rows, channels, logits, fewer tokens: each by itself
     python benchmarks/overhead.py --scaling               # cost against the number of parameter tensors and of steps
@@ -46,8 +47,9 @@ from torch.nn import functional as F
 import trackbridge
 from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
+from trackbridge.demo.train import ACCUMULATE, Plan, leave_a_core
 from trackbridge.probes.outputs import first_tensor
-from trackbridge.probes.site_statistics import SOME, is_large
+from trackbridge.probes.site_statistics import sparse
 from trackbridge.probes.sites import choose
 from trackbridge.probes.strides import odd_prime, stride
 
@@ -150,15 +152,19 @@ class Case:
     held: int = 0  # bytes of device memory that watching took at once
     before_step: Callable[[Tensor], None] = lambda loss: None
     reads: bool = False  # the loss, at every step: the training thread waits for the device before it goes on
+    micros: int = 1  # micro-batches of a step
     times: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)  # seconds in which a step was launched, nothing else being under way
     steps: int = 0
 
     def step(self) -> None:
-        tokens = self.batch()
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.forward(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        for _ in range(self.micros):
+            tokens = self.batch()
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+                loss = self.forward(tokens[:, :-1], tokens[:, 1:])
+            (loss if self.micros == 1 else loss / self.micros).backward()
+            if self.run is not None and self.micros > 1:
+                self.run.micro(loss=loss.detach(), tokens=tokens.numel())
         if self.run is not None:
             self.run.clip_grad_norm_(1.0)
         else:
@@ -169,7 +175,10 @@ class Case:
         if self.reads:
             wait(tokens)
         if self.run is not None:
-            self.run.step(loss=loss.detach(), tokens=tokens.numel())
+            if self.micros > 1:
+                self.run.step()
+            else:
+                self.run.step(loss=loss.detach(), tokens=tokens.numel())
         self.steps += 1
 
     def batch(self) -> Tensor:
@@ -280,8 +289,7 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            large = dear and is_large(tensor.numel(), tensor.shape)
-            least = odd_prime(config.tokens) if config.tokens else SOME if large else 1
+            least = odd_prime(config.tokens) if config.tokens else sparse(tensor.numel(), tensor.shape) if dear else 1
             outputs.append(tensor.nbytes / stride(least, tensor.shape[1:-1]))
 
     sites = choose(case.model, config)
@@ -351,6 +359,7 @@ def compare(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         trainscope(cases["trainscope, default"], folder / "trainscope")
     for case in cases.values():
         case.reads = arguments.reads
+        case.micros = ACCUMULATE if arguments.demo else 1
         for _ in range(arguments.warmup):
             case.step()
     memory = {}
@@ -549,6 +558,7 @@ def main() -> None:
     parser.add_argument("--reads", action="store_true", help="a loop that reads its loss at every step, and waits for it")
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="names of the cases besides the base")
+    parser.add_argument("--demo", action="store_true", help="the demo's own step: its batches, accumulated, and its threads")
     parser.add_argument("--peers", action="store_true", help="also wandb.watch, trainscope and a naive loop")
     parser.add_argument("--activations", action="store_true", help="what each of the activation statistics costs, by name")
     parser.add_argument("--scaling", action="store_true")
@@ -558,6 +568,9 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     mode = arguments.mode or ("both" if on_gpu else "eager")
     arguments.steps = arguments.steps or (10 if on_gpu else 5)
+    if arguments.demo:
+        leave_a_core()
+        arguments.shape = Plan.batch, Plan.context + 1
     arguments.shape = arguments.shape or ((16, 1025) if on_gpu else (8, 129))
     if arguments.scaling:
         results = [scaling(arguments)]

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -418,11 +419,33 @@ def test_memory_that_is_being_made_when_a_run_ends_is_let_go(
         locked.append(region.numel())
 
     monkeypatch.setattr(hostcopy, "_lock", lock)
-    ring._make([200] * 5, ring._unwanted)
+    ring._make([200] * 5, None, ring._unwanted)
     assert ring._spare is None and len(locked) == after + 1
     locked.extend([0] * 9)  # nobody ends it now
-    ring._make([200] * 5, threading.Event())
+    ring._make([200] * 5, None, threading.Event())
     assert ring._spare is not None and len(ring._spare.regions) == 5 and ring._every
+
+
+def test_memory_that_does_not_fit_any_more_is_let_go_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To unlock it stops launches as locking does: region by region, with rests, and before the new memory is made."""
+    monkeypatch.setattr(hostcopy, "REGION", 256)
+    done: list[str] = []
+    monkeypatch.setattr(hostcopy, "_lock", lambda region: done.append(threading.current_thread().name))
+    ring = make(tmp_path)
+    old = hostcopy.HostMemory([200] * 3, locked=True)
+    for number, region in enumerate(old.regions):
+        weakref.finalize(region, lambda n=number: done.append(f"{n} unlocked: {threading.current_thread().name}"))
+    del region
+    done.clear()
+    ring._spare, ring._last = old, 0
+    assert ring._memory([300] * 2, locked=True) is None and ring._making is not None
+    ring._making.join()
+    beside = "trackbridge-snapshots"
+    assert done == [*(f"{n} unlocked: {beside}" for n in (2, 1, 0)), beside, beside]
+    assert ring._spare is not None and ring._spare.fits([300] * 2, locked=True)
+    rests: list[float] = []
+    ring._spare.free(rests.append)
+    assert len(rests) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -52,7 +52,7 @@ class ActivationsConfig(Section):
         ge=1,
         le=1 << 20,
         description="measure every N-th token only, N rounded up to an odd prime; default: all; in a compiled graph and "
-        "on the CPU every 7th of an output of 131,072 elements and 1,024 tokens and more; see docs/statistics.md",
+        "on the CPU every 7th, 5th or 3rd that leaves 128 tokens and 16,384 elements; see docs/statistics.md",
     )
     channels_every: int = Field(10, ge=0, description="cadence of the kurtosis over channels, one more read; 0: never")
     embedding_rows: int = Field(3, ge=0, le=16, description="rows of the embedding with the largest gradients; 0: none")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -45,9 +46,10 @@ def storable(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufcSUmM" and dtype.itemsize > 0
 
 
-def of_torch(tensor: torch.Tensor) -> str | None:
+@cache
+def of_torch(dtype: torch.dtype) -> str | None:
     """The dtype's name, None if it cannot be stored (quantized, sub-byte)."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return name if name in PLAIN or name in BITS or name in COMPLEX else None
 
 

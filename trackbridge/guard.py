@@ -280,5 +280,5 @@ def _sent(values: Tensor) -> tuple[Tensor, Any]:
     copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copy.copy_(values, non_blocking=True)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(values.device))
     return copy, event

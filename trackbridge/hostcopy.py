@@ -73,12 +73,16 @@ class HostMemory:
     def fits(self, sizes: Sequence[int], *, locked: bool) -> bool:
         return locked == self.locked and _layout(sizes) == [region.numel() for region in self.regions]
 
-    def free(self) -> None:
-        """Let go of the regions, once the newest copy has arrived: a device must not write into memory that is gone."""
+    def free(self, rest: Callable[[float], None] = lambda seconds: None) -> None:
+        """Let go of the regions, once the newest copy has arrived: a device must not write into memory that is gone. To unlock
+        one stops launches as well: `rest` as for making it."""
         if self.newest is not None:
             self.newest.wait()
             self.newest = None
-        self.regions = []
+        while self.regions:
+            begun = time.perf_counter()
+            self.regions.pop()
+            rest(time.perf_counter() - begun)
 
     def places(self, sizes: Iterable[int]) -> Iterable[Tensor]:
         """A piece of a region for each size, in the order of `_layout`."""
@@ -129,8 +133,8 @@ def _queue(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]], stream:
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
-        for place, leaf in pairs:
-            place.copy_(leaf, non_blocking=True)
+        places, leaves = zip(*pairs, strict=True)
+        torch._foreach_copy_(places, leaves, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
     return event

@@ -128,7 +128,7 @@ class Expense:
         if capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
 

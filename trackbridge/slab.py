@@ -113,7 +113,7 @@ class Slot:
         np.copyto(self.facts, slab.facts)
         self.tensor.copy_(slab.tensor, non_blocking=True)
         if self.done is not None:
-            self.done.record()
+            self.done.record(torch.cuda.current_stream(slab.device))
 
     def wait(self) -> None:
         """Return when the copy has arrived. Releases the GIL; for the scribe's thread."""

@@ -201,8 +201,8 @@ class Snapshots:
 
     def _memory(self, sizes: list[int], *, locked: bool) -> hostcopy.HostMemory | None:
         """Memory for tensors of `sizes`, making room within the budget. Page-locked memory takes a third of a second a
-        gigabyte to make: only the first step waits for it, later it is made on another thread and the snapshot is due until
-        it is there."""
+        gigabyte to make, and some to let go of: only the first step waits for it, later it is made on another thread and the
+        snapshot is due until it is there."""
         room = self._budget // max(sum(sizes), 1)
         if room == 0:
             self.why_not = f"models and optimizers take {sum(sizes)} bytes, recorder.snapshot_bytes is {self._budget}"
@@ -218,14 +218,14 @@ class Snapshots:
         memory, self._spare = self._spare, None
         if memory is not None and memory.fits(sizes, locked=locked):
             return memory
-        if memory is not None:
-            memory.free()  # before its successor is made
         if not locked or self._last is None:
+            if memory is not None:
+                memory.free()  # before its successor is made
             return hostcopy.HostMemory(sizes, locked=locked)
         self.why_not = "page-locked memory for it is being made"
         self._unwanted = threading.Event()
         self._making = threading.Thread(
-            target=self._make, args=(sizes, self._unwanted), name="trackbridge-snapshots", daemon=True
+            target=self._make, args=(sizes, memory, self._unwanted), name="trackbridge-snapshots", daemon=True
         )
         self._making.start()
         return None
@@ -239,12 +239,16 @@ class Snapshots:
             wanted = max(wanted, min(len(behind) + KEPT, room, MOST))
         return wanted
 
-    def _make(self, sizes: list[int], unwanted: threading.Event) -> None:
+    def _make(self, sizes: list[int], old: hostcopy.HostMemory | None, unwanted: threading.Event) -> None:
+        """Page-locked memory of `sizes` in the place of `old`."""
+
         def rest(seconds: float) -> None:
             if unwanted.wait(RESTS * seconds):
                 raise _Unwanted
 
         try:
+            if old is not None:
+                old.free(rest)
             memory = hostcopy.HostMemory(sizes, locked=True, rest=rest)
         except _Unwanted:
             return

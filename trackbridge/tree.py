@@ -189,24 +189,32 @@ class _Packer:
         return {"$scalar": self._add(np.asarray(obj), path, None), "dtype": name}
 
     def _tensor(self, obj: torch.Tensor, path: str) -> Json:
+        torch = self._torch
+        assert torch is not None
         obj = obj.detach()
-        if hasattr(obj, "to_local"):  # DTensor: this rank's shard
+        if type(obj) is not torch.Tensor:
+            obj = self._own(obj, path)
+        dtype = dtypes.of_torch(obj.dtype)
+        if dtype is None or obj.layout != torch.strided or obj.is_nested or obj.is_meta:
+            raise UsageError(f"cannot store {_shown(path)}: a {obj.layout} tensor of {obj.dtype} on {obj.device}")
+        if type(obj) is not torch.Tensor:
+            if hasattr(obj, "__tensor_flatten__"):
+                raise UsageError(f"cannot store {_shown(path)}: tensor subclass {_type(obj)}")
+            obj = obj.as_subclass(torch.Tensor)
+        # The same memory seen the same way is one leaf: tied weights, or labels that are the inputs.
+        same = (obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.device) if obj.numel() else None
+        return {"$tensor": self._add(obj, path, same), "dtype": dtype}
+
+    def _own(self, obj: Any, path: str) -> torch.Tensor:
+        """What this process has of a tensor that may be spread over several."""
+        if hasattr(obj, "to_local"):  # DTensor
             obj = obj.to_local()
         if hasattr(obj, "local_shards"):  # ShardedTensor
             shards = obj.local_shards()
             if len(shards) != 1:
                 raise UsageError(f"cannot store {_shown(path)}: a ShardedTensor with {len(shards)} local shards")
             obj = shards[0].tensor.detach()
-        dtype = dtypes.of_torch(obj)
-        if dtype is None or str(obj.layout) != "torch.strided" or obj.is_nested or obj.device.type == "meta":
-            raise UsageError(f"cannot store {_shown(path)}: a {obj.layout} tensor of {obj.dtype} on {obj.device}")
-        if hasattr(obj, "__tensor_flatten__"):
-            raise UsageError(f"cannot store {_shown(path)}: tensor subclass {_type(obj)}")
-        if self._torch is not None:
-            obj = obj.as_subclass(self._torch.Tensor)
-        # The same memory seen the same way is one leaf: tied weights, or labels that are the inputs.
-        same = (obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.device) if obj.numel() else None
-        return {"$tensor": self._add(obj, path, same), "dtype": dtype}
+        return obj  # type: ignore[no-any-return]
 
     def _add(self, leaf: Leaf, path: str, same: Any) -> str:
         known = self._names.get(same) if same is not None else None

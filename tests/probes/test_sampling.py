@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
 from tests.probes.test_channels import truth
 from trackbridge.probes.channels import channels_last, every
+from trackbridge.probes.site_statistics import ELEMENTS, STRIDES, TOKENS, sparse
 from trackbridge.probes.strides import stride
 
 
@@ -50,6 +54,24 @@ def watched(part: nn.Module, mode: str, x: Tensor, **config: Any) -> dict[str, f
 )
 def test_no_length_is_a_multiple_of_the_stride(least: int, lengths: tuple[int, ...], found: int) -> None:
     assert stride(least, lengths) == found
+
+
+@pytest.mark.parametrize(
+    "shape, found",
+    [((8, 128, 192), 7), ((6, 128, 192), 5), ((3, 128, 192), 3), ((2, 128, 192), 1), ((64, 64, 8), 1), ((64, 64, 12), 3)],
+)
+def test_how_many_tokens_are_left_out_goes_with_how_many_there_are(shape: tuple[int, ...], found: int) -> None:
+    assert sparse(math.prod(shape), shape) == found
+
+
+@given(tokens=st.integers(1, 4000), width=st.integers(1, 4000))
+def test_enough_is_left_of_a_sample(tokens: int, width: int) -> None:
+    step = sparse(tokens * width, (tokens, width))
+    assert step == 1 or (tokens >= step * TOKENS and tokens * width >= step * ELEMENTS)
+    larger = sparse(2 * tokens * width, (2 * tokens, width))
+    assert larger >= step
+    if min(tokens / TOKENS, tokens * width / ELEMENTS) >= max(STRIDES):
+        assert step == max(STRIDES)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing

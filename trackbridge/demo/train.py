@@ -114,7 +114,7 @@ def train(run: Run, plan: Plan, *, seed: int = 0, on_step: OnStep | None = None)
 
     Returns the held-out loss (nats per byte) at the start and at the end.
     """
-    _leave_a_core()
+    leave_a_core()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -152,7 +152,7 @@ def train(run: Run, plan: Plan, *, seed: int = 0, on_step: OnStep | None = None)
     return {"first": first, "last": evaluate()}
 
 
-def _leave_a_core() -> None:
+def leave_a_core() -> None:
     """Let torch have all cores but one, which the loader's workers and the trackers' process share: threads of a parallel
     region that wait for each other on a core short are many times slower than fewer threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -53,7 +53,8 @@ class PhaseProbe:
         self._gate = gate
         self._part = part
         self._on_backward = on_backward
-        self._cuda = subject.device.type == "cuda"
+        self._device = subject.device
+        self._cuda = self._device.type == "cuda"
         self._events: deque[torch.cuda.Event] = deque()
         self._intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self._open: list[tuple[int, int]] = []  # phases under way, outermost first
@@ -184,7 +185,7 @@ class PhaseProbe:
         if not self._cuda:
             return time.perf_counter()
         event = self._events.popleft() if self._events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 

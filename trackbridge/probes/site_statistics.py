@@ -29,9 +29,8 @@ from trackbridge.slab import Field, Slab
 logger = logging.getLogger("trackbridge")
 
 SILENT_STEPS = 3
-MANY = 1 << 17  # elements of an output of which every `SOME`-th token is looked at where that is dear, unless told otherwise
-TOKENS = 1024  # that it has at least
-SOME = 7  # odd and prime
+STRIDES = (7, 5, 3)  # between the tokens that are looked at where that is dear, unless told otherwise
+TOKENS, ELEMENTS = 1 << 7, 1 << 14  # that are looked at then, at least
 STATISTICS = (*moments.STATISTICS, channels.NAME)
 
 
@@ -85,7 +84,7 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.by_channel
-        least = self.least or (SOME if self.copies is not None and is_large(y.numel(), y.shape) else 1)
+        least = self.least or (sparse(y.numel(), y.shape) if self.copies is not None else 1)
         if least > 1:
             y, x = some(y, module, least)
         else:
@@ -110,7 +109,7 @@ class Sites:
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable = self._readable(y)
-        y, x = some(y, module, self.least or (SOME if is_large(y.numel(), y.shape, surely) else 1), surely)
+        y, x = some(y, module, self.least or sparse(y.numel(), y.shape, surely), surely)
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -191,10 +190,13 @@ def surely(condition: Any) -> bool:
     return torch.__version__ >= "2.8" and statically_known_true(condition)
 
 
-def is_large(numel: int, shape: Sequence[int], known: Known = bool) -> bool:
-    """Whether some tokens of an output are enough where looking is dear: on the CPU, which the model needs itself, and in
-    graphs, where the compiler would write an output to memory for us."""
-    return known(numel >= MANY) and known(numel >= TOKENS * shape[-1])
+def sparse(numel: int, shape: Sequence[int], known: Known = bool) -> int:
+    """The stride between tokens of which enough of an output is left, 1 where none is. For where looking is dear: on the CPU,
+    which the model needs itself, and in graphs, where the compiler would write an output to memory for us."""
+    for every in STRIDES:
+        if known(numel >= every * ELEMENTS) and known(numel >= every * TOKENS * shape[-1]):
+            return every
+    return 1
 
 
 @lru_cache(maxsize=1024)
@@ -202,7 +204,7 @@ def _every(shape: torch.Size, least: int | None) -> int:
     """Every how many-th token of a CPU tensor of this shape is looked at; 0 where it has no tokens."""
     if len(shape) < 2 or not shape.numel():
         return 0
-    return stride(least or (SOME if is_large(shape.numel(), shape) else 1), shape[1:-1])
+    return stride(least or sparse(shape.numel(), shape), shape[1:-1])
 
 
 def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple[Tensor, Tensor | None]:
