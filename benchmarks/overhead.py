@@ -49,9 +49,9 @@ from trackbridge.config import ActivationsConfig
 from trackbridge.demo.model import ByteGPT
 from trackbridge.demo.train import ACCUMULATE, Plan, leave_a_core
 from trackbridge.probes.outputs import first_tensor
-from trackbridge.probes.site_statistics import sparse
+from trackbridge.probes.site_statistics import spacing
 from trackbridge.probes.sites import choose
-from trackbridge.probes.strides import odd_prime, stride
+from trackbridge.probes.strides import odd_prime
 
 EVERYTHING: dict[str, Any] = {
     "parameters": {"gradients_every": 1, "elements_every": 1, "weights_every": 1, "moments_every": 1},
@@ -289,8 +289,8 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            least = odd_prime(config.tokens) if config.tokens else sparse(tensor.numel(), tensor.shape) if dear else 1
-            outputs.append(tensor.nbytes / stride(least, tensor.shape[1:-1]))
+            usual = None if dear else 1
+            outputs.append(tensor.nbytes / spacing(tensor, module, odd_prime(config.tokens) if config.tokens else usual))
 
     sites = choose(case.model, config)
     hooks = [module.register_forward_hook(note) for _, module in sites]
@@ -301,7 +301,9 @@ def floor_bytes(case: Case, settings: dict[str, Any]) -> float:
         hook.remove()
     weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
     parameters = {"weights_every": 10, "moments_every": 10, **settings.get("parameters", {})}
-    return weights + weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + sum(outputs)
+    return (
+        weights + weights / parameters["weights_every"] + 2 * weights / parameters["moments_every"] + case.micros * sum(outputs)
+    )
 
 
 def traced(case: Case, steps: int) -> dict[str, Any]:
@@ -569,6 +571,8 @@ def main() -> None:
     mode = arguments.mode or ("both" if on_gpu else "eager")
     arguments.steps = arguments.steps or (10 if on_gpu else 5)
     if arguments.demo:
+        if on_gpu or arguments.shape:
+            parser.error("--demo is the demo's own step on the CPU: leave out --device cuda and --shape")
         leave_a_core()
         arguments.shape = Plan.batch, Plan.context + 1
     arguments.shape = arguments.shape or ((16, 1025) if on_gpu else (8, 129))

@@ -438,14 +438,20 @@ def test_memory_that_does_not_fit_any_more_is_let_go_beside_training(tmp_path: P
     del region
     done.clear()
     ring._spare, ring._last = old, 0
+    rests, wait = [], threading.Event.wait
+
+    def waited(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            rests.append(timeout)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", waited)
     assert ring._memory([300] * 2, locked=True) is None and ring._making is not None
     ring._making.join()
+    assert len(rests) == 5
     beside = "trackbridge-snapshots"
     assert done == [*(f"{n} unlocked: {beside}" for n in (2, 1, 0)), beside, beside]
     assert ring._spare is not None and ring._spare.fits([300] * 2, locked=True)
-    rests: list[float] = []
-    ring._spare.free(rests.append)
-    assert len(rests) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -254,7 +254,7 @@ class Snapshots:
             return
         except RuntimeError as error:
             self._every = 0
-            self.why_not = f"host memory could not be page-locked: {error}"
+            self.why_not = f"page-locked host memory could not be made: {error}"
             return
         with self._lock:
             if not unwanted.is_set():

@@ -195,14 +195,16 @@ def test_of_a_large_output_some_tokens_unless_told_otherwise(mode: str, tokens: 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
-def test_a_length_that_a_graph_leaves_open_gets_no_guard() -> None:
-    """A guard would compile again where an output becomes large, or refuse a range that the user has promised."""
+@pytest.mark.parametrize("batch, lengths", [(1, (17_000, 100)), (4000, (6, 9))])
+def test_a_length_that_a_graph_leaves_open_gets_no_guard(batch: int, lengths: tuple[int, int]) -> None:
+    """A guard would compile again where an output becomes large, or refuse a range that the user has promised. Of a large batch
+    of an open length all is looked at: it may be a multiple of any stride."""
     torch._dynamo.reset()
     model, graphs = Stack("plain"), []
     run = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
     lab = Lab(run, sgd(model))
-    for count in (17_000, 100):
-        words = torch.randint(0, 16, (1, count), generator=torch.Generator().manual_seed(0))
+    for length in lengths:
+        words = torch.randint(0, 16, (batch, length), generator=torch.Generator().manual_seed(0))
         torch._dynamo.mark_dynamic(words, 1, min=2, max=100_000)
         run(words).sum().backward()
         found = lab.close()

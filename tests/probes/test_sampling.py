@@ -64,14 +64,33 @@ def test_how_many_tokens_are_left_out_goes_with_how_many_there_are(shape: tuple[
     assert sparse(math.prod(shape), shape) == found
 
 
-@given(tokens=st.integers(1, 4000), width=st.integers(1, 4000))
-def test_enough_is_left_of_a_sample(tokens: int, width: int) -> None:
-    step = sparse(tokens * width, (tokens, width))
-    assert step == 1 or (tokens >= step * TOKENS and tokens * width >= step * ELEMENTS)
-    larger = sparse(2 * tokens * width, (2 * tokens, width))
-    assert larger >= step
-    if min(tokens / TOKENS, tokens * width / ELEMENTS) >= max(STRIDES):
-        assert step == max(STRIDES)
+@given(
+    batch=st.integers(1, 600),
+    lengths=st.lists(st.integers(1, 70) | st.sampled_from([96, 105, 129, 384]), max_size=3),
+    width=st.integers(1, 4000),
+)
+def test_enough_is_left_of_a_sample_and_no_place_is_left_out(batch: int, lengths: list[int], width: int) -> None:
+    tokens = batch * math.prod(lengths)
+    every = sparse(tokens * width, (batch, *lengths, width))
+    if every == 1:
+        assert any(length % 3 == 0 for length in lengths) or tokens < 3 * TOKENS or tokens * width < 3 * ELEMENTS
+    else:
+        assert tokens // every >= TOKENS and tokens * width // every >= ELEMENTS
+        assert all(length % every for length in lengths)
+    if min(tokens / TOKENS, tokens * width / ELEMENTS) >= 7 and all(length % 7 for length in lengths):
+        assert every == max(STRIDES)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
+@Modes
+@pytest.mark.parametrize("batch, side, every", [(2, 7, 1), (8, 7, 3), (96, 7, 11), (96, 4, 7)])
+def test_places_of_an_image_are_counted_not_numbers_of_its_rows(mode: str, batch: int, side: int, every: int) -> None:
+    """The channels of a convolution are its second dimension; a batch of 2 x 7 x 7 has 98 places, however many channels."""
+    part = nn.Conv2d(4, 512, 1)
+    x = torch.randn(batch, 4, side, side)
+    rows = part(x).detach().movedim(1, -1).reshape(-1, 512)[::every]
+    found = watched(part, mode, x)
+    assert found["rms"] == pytest.approx(rows.double().square().mean().sqrt().item(), rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
@@ -94,7 +113,7 @@ def test_an_image_of_seven_by_seven_is_more_than_its_edge(mode: str, memory_form
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it while tracing
 @Modes
-@pytest.mark.parametrize("tokens, prime", [(None, 13), (7, 13), (2, 3)])
+@pytest.mark.parametrize("tokens, prime", [(None, 5), (7, 13), (2, 3)])
 def test_a_sequence_of_77_is_more_than_every_seventh_position(mode: str, tokens: int | None, prime: int) -> None:
     part = nn.Linear(32, 32)
     x = torch.randn(64, 77, 32)

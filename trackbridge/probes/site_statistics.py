@@ -84,9 +84,9 @@ class Sites:
 
     def add(self, y: Tensor, site: int, module: nn.Module) -> None:
         due = self.by_channel
-        least = self.least or (sparse(y.numel(), y.shape) if self.copies is not None else 1)
-        if least > 1:
-            y, x = some(y, module, least)
+        every = spacing(y, module, self.least or (None if self.copies is not None else 1))
+        if every > 1:
+            y, x = some(y, module, every)
         else:
             x = channels.by_channel(y, module) if due else None
         always = self._gate + ALWAYS
@@ -109,7 +109,7 @@ class Sites:
         ops, cells = torch.ops.trackbridge, self.channels
         outputs, by_channel = self._gate + OUTPUTS, self._gate + CHANNELS
         readable = self._readable(y)
-        y, x = some(y, module, self.least or sparse(y.numel(), y.shape, surely), surely)
+        y, x = some(y, module, spacing(y, module, self.least, surely))
         if readable and x is not None and cells is not None and cells.takes(x):  # x has the elements of y
             ops.observe_with_channels_triton(x, self.cells, cells.cells, cells.widths, self.slab, site, outputs, by_channel)
             return
@@ -191,12 +191,26 @@ def surely(condition: Any) -> bool:
 
 
 def sparse(numel: int, shape: Sequence[int], known: Known = bool) -> int:
-    """The stride between tokens of which enough of an output is left, 1 where none is. For where looking is dear: on the CPU,
-    which the model needs itself, and in graphs, where the compiler would write an output to memory for us."""
-    for every in STRIDES:
-        if known(numel >= every * ELEMENTS) and known(numel >= every * TOKENS * shape[-1]):
-            return every
+    """The stride between tokens that leaves enough of an output of `shape`, channels last; 1 where none does, or where a length
+    is open. For where looking is dear: on the CPU, which the model needs itself, and in graphs, where the compiler would write
+    an output to memory for us."""
+    lengths = shape[1:-1]
+    for least in STRIDES:
+        if known(numel >= least * ELEMENTS):
+            every = stride(least, lengths, known)
+            enough = known(numel >= every * ELEMENTS) and known(numel >= every * TOKENS * shape[-1])
+            if enough and all(known(length % every != 0) for length in lengths):
+                return every
     return 1
+
+
+def spacing(y: Tensor, module: nn.Module, least: int | None, known: Known = bool) -> int:
+    """Every how many-th token of an output `y` of `module` is looked at: from `least` on, or what `sparse` says."""
+    if least == 1 or y.dim() < 2:
+        return least or 1
+    last = channels.channels_last(y, module)
+    shape = (y if last is None else last).shape
+    return stride(least, shape[1:-1], known) if least else sparse(y.numel(), shape, known)
 
 
 @lru_cache(maxsize=1024)
@@ -204,19 +218,18 @@ def _every(shape: torch.Size, least: int | None) -> int:
     """Every how many-th token of a CPU tensor of this shape is looked at; 0 where it has no tokens."""
     if len(shape) < 2 or not shape.numel():
         return 0
-    return stride(least or sparse(shape.numel(), shape), shape[1:-1])
+    return stride(least, shape[1:-1]) if least else sparse(shape.numel(), shape)
 
 
-def some(y: Tensor, module: nn.Module, least: int, known: Known = bool) -> tuple[Tensor, Tensor | None]:
-    """Every `stride`-th token of an output `y` of `module`, and the same as (tokens, channels), None where the channels are not
-    known. All of it for a stride of 1."""
-    if least == 1 or not y.dim():  # a scalar has no tokens
+def some(y: Tensor, module: nn.Module, every: int) -> tuple[Tensor, Tensor | None]:
+    """Every `every`-th token of an output `y` of `module`, and the same as (tokens, channels), None where the channels are not
+    known. All of it for 1."""
+    if every == 1 or not y.dim():  # a scalar has no tokens
         return y, channels.by_channel(y, module)
     if y.dim() == 1:
-        return y[::least], None
+        return y[::every], None
     last = channels.channels_last(y, module)
-    tokens = y if last is None else last
-    tokens = channels.every(tokens, stride(least, tokens.shape[1:-1], known))
+    tokens = channels.every(y if last is None else last, every)
     return tokens, None if last is None else tokens
 
 
