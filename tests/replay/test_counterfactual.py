@@ -143,7 +143,9 @@ def test_all_is_the_usual_changes_and_those_of_the_hypotheses(spike: SpikeCapsul
     assert expand(["all"], anomaly) == ["clip=0.3", *DEFAULT, "skip-batch=4"]
     assert expand(["rerun", "clip=0.3", "all", "clip=0.3"], anomaly)[0] == "clip=0.3"
     asked = {text.partition("=")[0] for text in DEFAULT}
-    assert asked | {"rerun"} == set(plugins.available(GROUP)), "every change that comes with trackbridge is in the usual set"
+    # the test of docs/extending.md installs a package beside
+    own = {name for name, point in plugins.available(GROUP).items() if point.value.startswith("trackbridge.")}
+    assert asked | {"rerun"} == own, "every change that comes with trackbridge is in the usual set"
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
