@@ -19,6 +19,12 @@ Leaf: TypeAlias = "npt.NDArray[Any] | Tensor"
 REGION = 64 << 20
 _ALIGN = 64
 _streams: dict[torch.device, Any] = {}  # for copies beside training, one a device
+Rest: TypeAlias = Callable[[float], None]
+"""Called after launches had to wait, with the seconds for which they did."""
+
+
+def _go_on(seconds: float) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +64,7 @@ class HostMemory:
     of 64 MiB for 10 ms at most. `rest` is called after each with the seconds that it took, for launches to catch up; what it
     raises ends the making. A copy must not cross two locked regions, so each tensor lies in one."""
 
-    def __init__(self, sizes: Sequence[int], *, locked: bool, rest: Callable[[float], None] = lambda seconds: None) -> None:
+    def __init__(self, sizes: Sequence[int], *, locked: bool, rest: Rest = _go_on) -> None:
         self.locked = locked
         self.newest: HostCopy | None = None
         self.regions: list[Tensor] = []
@@ -73,7 +79,7 @@ class HostMemory:
     def fits(self, sizes: Sequence[int], *, locked: bool) -> bool:
         return locked == self.locked and _layout(sizes) == [region.numel() for region in self.regions]
 
-    def free(self, rest: Callable[[float], None] = lambda seconds: None) -> None:
+    def free(self, rest: Rest = _go_on) -> None:
         """Let go of the regions, once the newest copy has arrived: a device must not write into memory that is gone. To unlock
         one stops launches as well: `rest` as for making it."""
         if self.newest is not None:

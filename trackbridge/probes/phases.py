@@ -53,8 +53,7 @@ class PhaseProbe:
         self._gate = gate
         self._part = part
         self._on_backward = on_backward
-        self._device = subject.device
-        self._cuda = self._device.type == "cuda"
+        self._cuda = subject.device if subject.device.type == "cuda" else None
         self._events: deque[torch.cuda.Event] = deque()
         self._intervals: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self._open: list[tuple[int, int]] = []  # phases under way, outermost first
@@ -73,7 +72,7 @@ class PhaseProbe:
     def start(self, phase: int, number: int) -> None:
         """Begin a phase inside the one under way; one that has begun, and was not left, begins anew. A backward pass that two
         outputs share begins once."""
-        if self._cuda and capturing():
+        if self._cuda is not None and capturing():
             return
         key = (phase, number)
         if phase == BACKWARD:
@@ -87,7 +86,7 @@ class PhaseProbe:
 
     def stop(self, phase: int, number: int) -> None:
         key = (phase, number)
-        if key not in self._open or (self._cuda and capturing()):
+        if key not in self._open or (self._cuda is not None and capturing()):
             return
         place = self._open.index(key)
         if place != len(self._open) - 1:  # something inside was never left
@@ -182,10 +181,10 @@ class PhaseProbe:
         return not in_backward() and not in_transform()
 
     def _now(self) -> Any:
-        if not self._cuda:
+        if self._cuda is None:
             return time.perf_counter()
         event = self._events.popleft() if self._events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._cuda))
         return event
 
 

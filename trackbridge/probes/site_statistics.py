@@ -190,14 +190,16 @@ def surely(condition: Any) -> bool:
     return torch.__version__ >= "2.8" and statically_known_true(condition)
 
 
-def sparse(numel: int, shape: Sequence[int], known: Known = bool) -> int:
-    """The stride between tokens that leaves enough of an output of `shape`, channels last; 1 where none does, or where a length
-    is open. For where looking is dear: on the CPU, which the model needs itself, and in graphs, where the compiler would write
-    an output to memory for us."""
+def sparse(numel: int, shape: Sequence[int], least: int | None = None, known: Known = bool) -> int:
+    """The stride between tokens of an output of `shape`, channels last: from `least` on; without it one that leaves enough, 1
+    where none does or where a length is open. For where looking is dear: on the CPU, which the model needs itself,
+    and in graphs, where the compiler would write an output to memory for us."""
     lengths = shape[1:-1]
-    for least in STRIDES:
-        if known(numel >= least * ELEMENTS):
-            every = stride(least, lengths, known)
+    if least is not None:
+        return stride(least, lengths, known)
+    for usual in STRIDES:
+        if known(numel >= usual * ELEMENTS):
+            every = stride(usual, lengths, known)
             enough = known(numel >= every * ELEMENTS) and known(numel >= every * TOKENS * shape[-1])
             if enough and all(known(length % every != 0) for length in lengths):
                 return every
@@ -205,12 +207,11 @@ def sparse(numel: int, shape: Sequence[int], known: Known = bool) -> int:
 
 
 def spacing(y: Tensor, module: nn.Module, least: int | None, known: Known = bool) -> int:
-    """Every how many-th token of an output `y` of `module` is looked at: from `least` on, or what `sparse` says."""
+    """Every how many-th token of an output `y` of `module` is looked at: `sparse`, wherever the channels are."""
     if least == 1 or y.dim() < 2:
         return least or 1
     last = channels.channels_last(y, module)
-    shape = (y if last is None else last).shape
-    return stride(least, shape[1:-1], known) if least else sparse(y.numel(), shape, known)
+    return sparse(y.numel(), (y if last is None else last).shape, least, known)
 
 
 @lru_cache(maxsize=1024)
@@ -218,7 +219,7 @@ def _every(shape: torch.Size, least: int | None) -> int:
     """Every how many-th token of a CPU tensor of this shape is looked at; 0 where it has no tokens."""
     if len(shape) < 2 or not shape.numel():
         return 0
-    return stride(least, shape[1:-1]) if least else sparse(shape.numel(), shape)
+    return sparse(shape.numel(), shape, least)
 
 
 def some(y: Tensor, module: nn.Module, every: int) -> tuple[Tensor, Tensor | None]:
