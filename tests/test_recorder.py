@@ -27,6 +27,7 @@ from trackbridge.errors import UsageError
 from trackbridge.recorder import Recorder
 from trackbridge.records import StepContext
 from trackbridge.rundir import RunDirectory
+from trackbridge.tokens import tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -377,7 +378,8 @@ def test_the_record_is_of_the_batch_as_fetched(tmp_path: Path) -> None:
     kept = tree.unpack(micro.skeleton, micro.tensors)
     assert torch.equal(kept["ids"], original) and kept["noise"].shape == (8,)
     assert micro.fingerprint == fingerprints.fingerprint({"a": original.numpy(), "b": np.zeros(8, np.float32)})
-    assert micro.tokens["ids"]["length"] == 48 and micro.tokens["noise"]["nonfinite"] == 0
+    statistics = tokens_of(micro)
+    assert statistics["ids"]["length"] == 48 and statistics["noise"]["nonfinite"] == 0
     assert (micro.loader, micro.epoch, micro.index, micro.sample_ids) == (0, 0, 0, tuple(range(8)))
     assert micro.workers == 0 and isinstance(micro.base_seed, int) and micro.why_no_tensors is None
 
@@ -414,7 +416,7 @@ def test_a_batch_too_large_to_keep_still_has_a_fingerprint(tmp_path: Path) -> No
     list(Feed([batch, {"x": x.T}], record))
     micros = record.pack(record.close_step(0)).micro
     skeleton, leaves = tree.pack({"x": x.clone(), "labels": x.clone(), "w": torch.ones(5).to(torch.bfloat16)})
-    assert micros[0].tensors is None and micros[0].tokens == {}
+    assert micros[0].tensors is None and tokens_of(micros[0]) == {}
     assert fingerprints.matches(micros[0].fingerprint, tree.values(skeleton, tree.to_numpy(leaves)))
     assert micros[1].fingerprint is None  # sampling a transposed tensor would copy it
 

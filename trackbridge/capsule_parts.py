@@ -19,6 +19,7 @@ from trackbridge.histograms import BINS
 from trackbridge.names import is_wide
 from trackbridge.records import Histograms, MicroBatch, Row, StepContext
 from trackbridge.rundir import dumps
+from trackbridge.tokens import tokens_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -248,9 +249,12 @@ class RngStates:
 def _without_runs(statistics: Any) -> Any:
     if not isinstance(statistics, Mapping):
         return statistics
-    return {
-        name: {"count": value["count"]} if name == "ngram" else _without_runs(value) for name, value in statistics.items()
-    }
+    return {name: {"count": value["count"]} if name == "ngram" else _without_runs(value) for name, value in statistics.items()}
+
+
+def _statistics(micro: MicroBatch, *, runs: bool) -> str:
+    statistics = tokens_of(micro)
+    return dumps(statistics if runs else _without_runs(statistics))
 
 
 def write_batches(folder: Path, contexts: Sequence[StepContext], *, runs: bool) -> None:
@@ -271,7 +275,7 @@ def write_batches(folder: Path, contexts: Sequence[StepContext], *, runs: bool) 
         "base_seed": pa.array([m.base_seed for _, _, m in micros], pa.int64()),
         "sample_ids": pa.array([_ids(m) for _, _, m in micros], pa.string()),
         "fingerprint": pa.array([m.fingerprint for _, _, m in micros], pa.string()),
-        "tokens": pa.array([dumps(m.tokens if runs else _without_runs(m.tokens)) for _, _, m in micros], pa.string()),
+        "tokens": pa.array([_statistics(m, runs=runs) for _, _, m in micros], pa.string()),
         "kept": pa.array([m.tensors is not None for _, _, m in micros], pa.bool_()),
         "why_not_kept": pa.array([m.why_no_tensors for _, _, m in micros], pa.string()),
     }

@@ -119,6 +119,9 @@ def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None, *, beside
             copies[name] = leaf.copy()
             continue
         cuda = leaf.is_cuda
+        if places is None and not cuda:
+            copies[name] = leaf.detach().clone(memory_format=torch.contiguous_format)
+            continue
         if places is None or leaf.numel() == 0:
             place = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=cuda and leaf.numel() > 0)
         else:

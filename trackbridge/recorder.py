@@ -319,7 +319,6 @@ class Recorder:
         return replace(
             packed,
             fingerprint=fingerprints.fingerprint(values) if values else None,
-            tokens=fingerprints.token_statistics(values),
             skeleton=batch.skeleton,
             tensors=arrays,
         )

@@ -185,9 +185,10 @@ class MicroBatch:
     `loader` numbers the loaders in order of first use; `index` is the batch number within `epoch`. `sample_ids` are the
     sampler's indices. `rng` is the packed RNG state after this fetch, present only when the fetch itself moved it.
     `skeleton` and the arrays under `tensors` are the batch (`trackbridge.tree`), when it fitted the budget.
-    `tokens` holds token statistics for integer tensors. `workers` and `base_seed` say how the loader's workers were seeded
-    in this epoch (worker i: ``base_seed + i``). `opening_rng` comes with the first batch of an epoch: the packed RNG state
-    just before the loader's iterator was made, from which a shuffled order can be drawn again.
+    `tokens` holds token statistics where they were written down: ask `trackbridge.tokens.tokens_of`. `workers` and `base_seed`
+    say how the loader's workers were seeded in this epoch (worker i: ``base_seed + i``). `opening_rng` comes with the first
+    batch of an epoch: the packed RNG state just before the loader's iterator was made, from which a shuffled order can be drawn
+    again.
     """
 
     loader: int | None = None

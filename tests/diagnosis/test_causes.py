@@ -13,8 +13,8 @@ from trackbridge import tree
 from trackbridge.detectors import Watch
 from trackbridge.diagnosis import diagnose
 from trackbridge.diagnosis.registry import RULES, Case, rule
-from trackbridge.fingerprints import token_statistics
 from trackbridge.records import Anomaly, MicroBatch, StepContext
+from trackbridge.tokens import token_statistics
 
 CONTRACT = {
     "corrupt-batch", "rare-token", "label-fault", "repeated-batch", "lr-discontinuity", "optimizer-state-lost",

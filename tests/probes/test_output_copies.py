@@ -197,3 +197,61 @@ def test_every_way_gives_the_same_bits(way: str, scale: float, monkeypatch: pyte
         if way == "slow":
             monkeypatch.setattr(output_copies, "LONGEST", 10)
     assert values() == expected
+
+
+def test_however_far_behind_the_scribe_is_each_step_has_its_own_outputs() -> None:
+    """Read at once, or all in the end: then there are not rooms enough for all steps, and some were measured in the loop."""
+    steps = 2 * output_copies.ROOMS
+
+    def values(late: bool) -> list[dict[str, float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        lab = Lab(model, sgd(model), sites=["0", "1"], channels_every=0)
+        slots, found = [], []
+        for step in range(steps):
+            for shape in ((16, 149, 64), (5, 64)):
+                model(torch.randn(shape)).mean().backward()
+            slots.append(lab.instruments.close(step))
+            if not late:
+                found.append(lab.instruments.finalize(slots.pop()))  # type: ignore[arg-type]
+        found += [lab.instruments.finalize(slot) for slot in slots if slot is not None]
+        named = [dict(zip(lab.instruments.series, values.tolist(), strict=True)) for values, _ in found]
+        return [{name: value for name, value in each.items() if name.startswith("act/")} for each in named]
+
+    at_once = values(late=False)
+    assert len(at_once) == steps and at_once[0]["act/0/kurtosis"] != at_once[1]["act/0/kurtosis"]
+    assert values(late=True) == at_once
+
+
+def test_rooms_come_back_and_are_used_again() -> None:
+    rows = np.zeros((1, WIDTH))
+    these = Copies(rows, lambda x, site: None)
+    away = []
+    for _ in range(output_copies.ROOMS + 2):
+        these.add(torch.randn(100), 0)
+        away.append(these.take())
+    assert [held is None for held in away] == [False] * (output_copies.ROOMS - 1) + [True] * 3
+    assert rows[0, moments.FIRES] == 3  # what found no room to be taken along
+    assert these.take() is None
+    first = away[0]
+    assert first is not None
+    first.measure(rows)
+    these.give(first)
+    these.add(torch.randn(100), 0)
+    again = these.take()
+    assert again is not None and rows[0, moments.FIRES] == 4
+    assert these._held.room is first.room
+
+
+def test_a_step_without_a_slot_gives_its_room_back() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    lab = Lab(model, sgd(model), sites=["0"], channels_every=0)
+    session = lab.instruments._session
+    assert session is not None
+    copies = session.activations._sites.copies
+    assert copies is not None
+    session._ring.take = lambda step: None  # type: ignore[method-assign]
+    for step in range(3 * output_copies.ROOMS):
+        model(torch.randn(4, 64)).sum().backward()
+        assert lab.instruments.close(step) is None
+    assert copies._unmade == output_copies.ROOMS - 2  # one in use, and one that goes to and fro

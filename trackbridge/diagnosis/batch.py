@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trackbridge import tree
 from trackbridge.errors import TrackbridgeError
 from trackbridge.records import MicroBatch, StepContext
+from trackbridge.tokens import tokens_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -193,7 +194,7 @@ class Batches:
 
 def _recorded(micro: MicroBatch) -> Iterator[tuple[str, dict[str, float]]]:
     """(tensor, numbers) of the recorded statistics; the share of the most frequent token is called ``share``."""
-    for tensor, statistics in micro.tokens.items():
+    for tensor, statistics in tokens_of(micro).items():
         if isinstance(statistics, Mapping):
             numbers = {
                 key: float(value)

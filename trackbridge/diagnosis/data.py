@@ -9,6 +9,7 @@ from trackbridge.diagnosis.batch import LEAST
 from trackbridge.diagnosis.registry import SOLID, STRONG, WEAK, Case, rule
 from trackbridge.diagnosis.view import JUMPED, LATER, View, in_steps, is_embedding, moved_by, number, times
 from trackbridge.diagnosis.weights import OTHER, changed_weight
+from trackbridge.tokens import tokens_of
 
 # What the rules of this file ask for. None is a fine number: with any one halved or doubled (`_LEVEL` was not), none of the
 # 112 right first names among 118 faults told in recorded trials of the zoo (`--unseen 20000`, 2026-11-28) is lost.
@@ -217,7 +218,7 @@ def ranges(view: View) -> list[int]:
         if len(low) < LEAST or view.batches.is_float(tensor) or tensor in view.batches.targets[:1] != view.batches.tensors[:1]:
             continue
         for micro in view.batch():
-            statistics = micro.tokens.get(tensor)
+            statistics = tokens_of(micro).get(tensor)
             rarest = statistics.get("rarest", ()) if isinstance(statistics, dict) else ()
             found |= {int(token) for token, _ in rarest if not low.min() <= token <= high.max()}
     return sorted(found)

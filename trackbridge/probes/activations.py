@@ -16,10 +16,12 @@ from torch import nn
 from trackbridge.config import ActivationsConfig
 from trackbridge.errors import Part
 from trackbridge.hooks import takes_hooks
+from trackbridge.probes import moments
 from trackbridge.probes.attention import After, Around, Attention, Watching
 from trackbridge.probes.base import BoolArray, Gate, Stats
 from trackbridge.probes.forward_hooks import Counted, Look, OutputHook, install
 from trackbridge.probes.gates import LOGITS, OUTPUTS, Gates
+from trackbridge.probes.output_copies import Held
 from trackbridge.probes.routers import Routers
 from trackbridge.probes.site_statistics import Sites
 from trackbridge.probes.subject import Subject
@@ -103,6 +105,19 @@ class ActivationProbe:
         for hook in self._hooks:
             hook.reset()
         self._gates.end()
+
+    def take(self) -> Held | None:
+        """What the step's hooks copied and nobody has measured yet, to travel with its slot."""
+        return self._sites.take()
+
+    def read(self, held: Held, rows: FloatArray) -> None:
+        """Measure it, into the `rows` of the slot, its part "activations". On the scribe's thread."""
+        held.measure(rows.reshape(-1, moments.WIDTH))
+        self._sites.give(held)
+
+    def drop(self, held: Held) -> None:
+        """No slot takes it along."""
+        self._sites.give(held)
 
     def detach(self) -> None:
         for handle in self._handles:

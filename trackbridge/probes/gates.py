@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from trackbridge.config import ActivationsConfig
@@ -36,9 +40,12 @@ class Gates:
     def bind(self, slab: Slab) -> None:
         view = slab.device_view(self.FIELD)
         view.fill_(1.0)
-        self._switches = view[:KINDS]
+        switches = view[:KINDS]
         states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=KINDS)), dtype=view.dtype, device="cpu").to(view.device)
-        self._states = list(states)
+        self._states: list[Any] = list(states)
+        self._write: Callable[[Any], object] = switches.copy_
+        if view.device.type == "cpu":  # through numpy, which takes a tenth of the time
+            self._states, self._write = list(states.numpy()), partial(np.copyto, switches.numpy())
         self._told = len(self._states) - 1
 
     def update(self) -> None:
@@ -60,7 +67,7 @@ class Gates:
         number = 0 if closed else outputs << 2 | channels << 1 | logits
         if number != self._told:
             self._told = number
-            self._switches.copy_(self._states[number])
+            self._write(self._states[number])
 
     def end(self) -> None:
         """The step's measurements have been collected."""

@@ -124,7 +124,7 @@ class GradientProbe(OfGradients):
         scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
             with self._part:
-                scaling = self._scale(parameters, max_norm, norm_type, total, foreach)
+                scaling = self._scale(parameters, gradients, max_norm, norm_type, total, foreach)
             with self._part:
                 if scaling is not None:
                     self._keep(*scaling)
@@ -136,15 +136,26 @@ class GradientProbe(OfGradients):
 
     @torch.no_grad()
     def _scale(
-        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, total: Tensor, foreach: bool | None
+        self,
+        parameters: Sequence[Tensor],
+        gradients: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        total: Tensor,
+        foreach: bool | None,
     ) -> Scaling | None:
         """Multiply the gradients as torch would, to the bit, and measure them on the way. None where that cannot be: then
         nothing was done. Nothing that may fail comes after the first multiplication."""
         if foreach is False or norm_type <= 0 or not self._gate.due(self._every, always=True):
             return None
-        known, given = with_gradients(self._subject.rows(parameters), parameters)
-        rows, gradients = parted([(row, g) for row, g in zip(known, given, strict=True) if row is not None and g.numel()])
-        if None in known or not reduce.scalable(gradients, total):
+        if len(gradients) != len(parameters):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        rows = [row for row in self._subject.rows(parameters) if row is not None]
+        if len(rows) != len(gradients):  # one that is not watched
+            return None
+        if not all(map(Tensor.numel, gradients)):
+            rows, gradients = parted([(row, g) for row, g in zip(rows, gradients, strict=True) if g.numel()])
+        if not reduce.scalable(gradients, total):
             return None
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         return rows, gradients, reduce.scale(gradients, factor, total, elements=self._with_elements())

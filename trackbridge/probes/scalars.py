@@ -49,6 +49,7 @@ class ScalarProbe:
         self._cells, self._seen = list(values), slab.host_view("scalars_seen")
         self._array = values.numpy() if slab.device.type == "cpu" else None
         self._sum, self._tokens = slab.device_view("loss_sum"), slab.device_view("loss_tokens")
+        self._sums = (self._sum.numpy(), self._tokens.numpy()) if slab.device.type == "cpu" else None
         self._loss_seen = slab.host_view("loss_seen")
         self._worst, self._rows = slab.device_view("sample_worst"), slab.host_view("sample_rows")
         self._losses = slab.device_view("sample_losses")
@@ -72,13 +73,23 @@ class ScalarProbe:
             self._cells[place].copy_(value.reshape(()), non_blocking=True)
         self._seen[place] = 1.0
 
-    @torch.no_grad()
     def micro(self, loss: Tensor | float, tokens: Tensor | float | None, sample_loss: Tensor | None) -> None:
         """Add one micro-batch to the step's mean loss, weighted by `tokens` (1 each when None).
 
         `sample_loss`, any shape, gives the quantiles of the step and its worst rows, counted over the micro-batches.
         """
         weight = 1.0 if tokens is None else tokens
+        if self._sums is not None and not isinstance(weight, Tensor) and (not isinstance(loss, Tensor) or loss.is_cpu):
+            self._sums[0][0] += (loss.item() if isinstance(loss, Tensor) else loss) * weight
+            self._sums[1][0] += weight
+        else:
+            self._add(loss, weight)
+        self._loss_seen[0] = 1.0
+        if sample_loss is not None and sample_loss.numel():
+            self._sample(sample_loss.detach().reshape(-1))
+
+    @torch.no_grad()
+    def _add(self, loss: Tensor | float, weight: Tensor | float) -> None:
         product = (
             (loss.detach().double() if self._sum.dtype == torch.float64 else loss.detach()) * weight
             if isinstance(loss, Tensor)
@@ -86,10 +97,8 @@ class ScalarProbe:
         )
         self._sum += product if not isinstance(product, Tensor) else product.reshape(()).to(self._sum.device, non_blocking=True)
         self._tokens += weight if not isinstance(weight, Tensor) else weight.to(self._sum.device, non_blocking=True)
-        self._loss_seen[0] = 1.0
-        if sample_loss is not None and sample_loss.numel():
-            self._sample(sample_loss.detach().reshape(-1))
 
+    @torch.no_grad()
     def _sample(self, losses: Tensor) -> None:
         value, row = losses.max(0)
         found = torch.stack((value.to(self._worst), row.to(self._worst) + self._rows[0]))

@@ -143,6 +143,7 @@ class Session:
         of_parameters = (self.gradients, weight_probe, rows, checksums)
         self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=of_parameters)
         self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
+        self._activations_part, self._reading_activations = activation, self._readings[activation.name]
         self._handles: list[Any] = []
         self._rates: dict[str, float] = {}  # of this step's updates: a scheduler may come before its close
         self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
@@ -187,22 +188,31 @@ class Session:
         for probe, part in self._ending:
             part.run(probe.measure)
         self._rates = {}
+        held = counts = None
+        if self._activations_part.alive:
+            with self._activations_part:
+                held = self.activations.take()  # before the slab is copied: it may measure by itself
         slot = self._ring.take(step)
-        intervals, counts = self.phases.take(), None
+        intervals = self.phases.take()
         if self._histograms_part.alive:
             with self._histograms_part:
                 counts = self.histograms.take()
         if slot is not None:
-            slot.owner, slot.keep = self, (intervals, counts)
+            slot.owner, slot.keep = self, (intervals, held, counts)
+        elif held is not None:
+            self.activations.drop(held)
         self.slab.reset()
         self._under_way.clear()
         return slot
 
     def read(self, slot: Slot) -> Reading:
         slot.wait()
-        intervals, counts = slot.keep
+        intervals, held, counts = slot.keep
         reading = Reading(self, slot.read(), counts)
         self.phases.read(intervals, self.slab.part(reading.numbers, "phase_s"))
+        if held is not None and self._reading_activations.alive:
+            with self._reading_activations:
+                self.activations.read(held, self.slab.part(reading.numbers, "activations"))
         self._ring.give(slot)
         return reading
 

@@ -18,7 +18,7 @@ from trackbridge.probes import channels, moments
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, CHANNELS, OUTPUTS, Gates
 from trackbridge.probes.observe import observe, observers
-from trackbridge.probes.output_copies import Copies, plain
+from trackbridge.probes.output_copies import Copies, Held, plain
 from trackbridge.probes.outputs import elements, first_tensor
 from trackbridge.probes.sites import choose
 from trackbridge.probes.strides import Known, odd_prime, stride
@@ -121,13 +121,22 @@ class Sites:
             cells.trace(x, self.slab, site, by_channel)
 
     def collect(self) -> None:
-        """The end of a step: copies and cells to rows."""
-        if self.copies is not None:
-            self.copies.measure()
+        """The end of a step: cells to rows; and copies, where they are looked at by channel."""
         if self.kernels is not None:
             self.kernels.collect(self.cells, self.slab, self._offset)
         if self.channels is not None and self._gates.opened[CHANNELS]:
+            if self.copies is not None:
+                self.copies.measure()
             self.channels.collect(self.slab, self._channels_offset)
+
+    def take(self) -> Held | None:
+        """The copies of the step that ends, to travel with its slot."""
+        return None if self.copies is None else self.copies.take()
+
+    def give(self, held: Held) -> None:
+        """`held` was measured, or is not wanted. From any thread."""
+        if self.copies is not None:
+            self.copies.give(held)
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         rows = stats["activations"].reshape(-1, moments.WIDTH)

@@ -24,6 +24,7 @@ from trackbridge.panels import PANELS
 from trackbridge.records import Anomaly, Hypothesis, MicroBatch
 from trackbridge.reports.band import band
 from trackbridge.reports.known import Known
+from trackbridge.tokens import tokens_of
 
 SECTIONS = (
     "Symptoms",
@@ -202,12 +203,12 @@ def _describe(micro: MicroBatch) -> str:
         parts.append(f"samples {shown}{', ...' if len(micro.sample_ids) > 8 else ''}")
     if micro.fingerprint:
         parts.append(f"fingerprint {micro.fingerprint[:16]}")
-    parts += [f"{name}: {_statistics(value)}" for name, value in micro.tokens.items()]
+    parts += [f"{name}: {_statistics(value)}" for name, value in tokens_of(micro).items()]
     return "; ".join(parts) or "identity unknown"
 
 
 def _statistics(of: Any) -> str:
-    """Token statistics of one tensor (`trackbridge.fingerprints.token_statistics`) in words; anything else as it is."""
+    """Token statistics of one tensor (`trackbridge.tokens.token_statistics`) in words; anything else as it is."""
     if not isinstance(of, dict):
         return _short(of)
     words = []
