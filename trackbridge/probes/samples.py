@@ -19,6 +19,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +83,10 @@ def _layout(shapes: tuple[torch.Size, ...]) -> Layout:
 
 
 def _copied(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    if first.is_cpu and first.dtype in (torch.float32, torch.float64) and all(map(Tensor.is_contiguous, tensors)):
+        pairs = zip(tensors, Layout.of(tensors).intervals, strict=True)
+        return torch.from_numpy(np.concatenate([t.numpy(force=True).reshape(-1)[::every] for t, every in pairs]))
     dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
     return joined([sample(tensor).to(dtype) for tensor in tensors])
