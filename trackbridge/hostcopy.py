@@ -118,10 +118,10 @@ def copy(leaves: Mapping[str, Leaf], memory: HostMemory | None = None, *, beside
         if isinstance(leaf, np.ndarray):
             copies[name] = leaf.copy()
             continue
-        cuda = leaf.is_cuda
-        if places is None and not cuda:
+        if places is None and leaf.is_cpu:
             copies[name] = leaf.detach().clone(memory_format=torch.contiguous_format)
             continue
+        cuda = leaf.is_cuda
         if places is None or leaf.numel() == 0:
             place = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=cuda and leaf.numel() > 0)
         else:
