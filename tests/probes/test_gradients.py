@@ -114,6 +114,37 @@ def test_every_option_of_clipping(options: dict[str, Any]) -> None:
         assert found["grad/norm"] == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.parametrize("one", ["has no gradient", "is empty", "came after run.watch"])
+def test_clipping_where_one_parameter(one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has torch's bits; and measures on the way, but for what is not watched."""
+    scaled: list[int] = []
+    scale = reduce.scale
+    monkeypatch.setattr(reduce, "scale", lambda tensors, *a, **k: scaled.append(len(tensors)) or scale(tensors, *a, **k))
+    ours, theirs = linear(), linear()
+    if one == "is empty":
+        for model in (ours, theirs):
+            model.register_parameter("empty", nn.Parameter(torch.ones(0)))
+    lab = Lab(ours, optimizer := sgd(ours))
+    for model in (ours, theirs):
+        if one == "came after run.watch":
+            model.register_parameter("late", nn.Parameter(torch.ones(3)))
+        model(data()).square().mean().backward()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 2.0) if p.grad is None else p.grad
+        if one == "has no gradient":
+            model[0].bias.grad = None
+    true = norms(ours)
+    assert torch.equal(lab.instruments.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad))
+    assert scaled == {"has no gradient": [3], "is empty": [4], "came after run.watch": []}[one]
+    used = norms(ours)
+    optimizer.step()
+    found = lab.close()
+    assert found["grad/norm"] == pytest.approx(total(true), rel=1e-6)
+    assert layer(found) == pytest.approx({name: used[name] for name in used if name not in ("empty", "late")}, rel=1e-6)
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_gradients_changed_after_clipping_are_measured_again(max_norm: float) -> None:
     lab = Lab(model := linear(), optimizer := sgd(model))

@@ -190,6 +190,14 @@ def test_micro_batches_are_weighted_by_tokens() -> None:
     assert lab.close()["train/loss"] == 3.0
 
 
+def test_losses_that_add_up_to_nothing_finite_are_recorded_without_a_warning() -> None:
+    lab = Lab(linear())
+    for losses, expected in (((math.inf, -math.inf), math.nan), ((1e308, 1e308), math.inf)):
+        for loss in losses:
+            lab.instruments.micro(torch.tensor(loss, dtype=torch.float64), None)
+        assert lab.close()["train/loss"] == pytest.approx(expected, nan_ok=True)
+
+
 def test_an_explicit_loss_wins_over_the_micro_batches() -> None:
     lab = Lab(linear())
     lab.instruments.micro(torch.tensor(2.0), None)

@@ -80,8 +80,10 @@ class ScalarProbe:
         """
         weight = 1.0 if tokens is None else tokens
         if self._sums is not None and not isinstance(weight, Tensor) and (not isinstance(loss, Tensor) or loss.is_cpu):
-            self._sums[0][0] += (loss.item() if isinstance(loss, Tensor) else loss) * weight
-            self._sums[1][0] += weight
+            losses, weights = self._sums
+            # Python's numbers: numpy's own warn where a sum is not finite
+            losses[0] = losses.item() + (loss.item() if isinstance(loss, Tensor) else loss) * weight
+            weights[0] = weights.item() + weight
         else:
             self._add(loss, weight)
         self._loss_seen[0] = 1.0

@@ -133,11 +133,6 @@ class Sites:
         """The copies of the step that ends, to travel with its slot."""
         return None if self.copies is None else self.copies.take()
 
-    def give(self, held: Held) -> None:
-        """`held` was measured, or is not wanted. From any thread."""
-        if self.copies is not None:
-            self.copies.give(held)
-
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         rows = stats["activations"].reshape(-1, moments.WIDTH)
         values, present = moments.finish(rows)
