@@ -63,7 +63,7 @@ class GradientProbe(OfGradients):
         self._part = part
         size = len(subject.parameters)
         self._scaled: list[Scaled] = []  # what clipping measured in this step
-        self._before: list[tuple[list[int], Tensor | None]] = []  # what it counted; and its total, where this rank has all of it
+        self._before: list[tuple[list[int], Tensor | None]] = []  # what it counted; its total, if all of it is here
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -251,7 +251,7 @@ class GradientProbe(OfGradients):
         self._write_nonfinite(rows, summary.nonfinite)
 
     def _write_nonfinite(self, rows: list[int], now: Tensor) -> None:
-        """Where clipping may have spread what is non-finite, what was counted before it stays; where its total was finite, there
+        """Where clipping may have spread what is non-finite, what was counted before it stays. Where its total was finite there
         was nothing to spread, and what is there `now` has come since."""
         latest = {row: place for place, (some, _) in enumerate(self._before) for row in some}
         places = [latest.get(row) for row in rows]
