@@ -124,6 +124,32 @@ def test_another_thread_measures_at_once() -> None:
     assert rows[0].tobytes() == rows[1].tobytes()
 
 
+def test_threads_that_run_one_model_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one merges what it has, another has its turn: its own must not be lost."""
+    rows = np.zeros((1, WIDTH))
+    these = Copies(rows, lambda x, site: None)
+    others = [threading.Thread(target=these.add, args=(torch.full((1000,), 2.0), 0)) for _ in range(2)]
+    merge = moments.merge
+
+    def interrupted(a: Any, b: Any) -> Any:
+        if others:
+            other = others.pop()
+            other.start()
+            other.join(0.05)  # it comes to the end now, or waits for this
+            started.append(other)
+        return merge(a, b)
+
+    started: list[threading.Thread] = []
+    monkeypatch.setattr(moments, "merge", interrupted)
+    monkeypatch.setattr(output_copies, "LONGEST", 10)
+    for _ in range(4):
+        these.add(torch.full((1000,), 4.0), 0)
+    for other in started:
+        other.join()
+    assert rows[0, moments.FIRES] == 6
+    assert rows[0, moments.N] == 6000 and rows[0, moments.MEAN] == pytest.approx(20 / 6)
+
+
 def bfloat(y: Tensor) -> Tensor:
     return y.bfloat16()
 

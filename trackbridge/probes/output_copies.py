@@ -64,7 +64,8 @@ class Copies:
     """`rows`: where the moments of each site go, shape (sites, `moments.WIDTH`); `by_channel` adds elements of a site, shape
     (tokens, channels), to the statistics of its channels. Copies are measured when there is no room left, and else after the
     step by whoever `take`s them; each gives the bits that it would have given at once, and those of a site are merged in the
-    order in which they came. What another thread than the one that made this has is measured at once."""
+    order in which they came. What another thread than the one that made this has is measured at once. Whoever writes to the
+    statistics has the `lock`."""
 
     def __init__(self, rows: FloatArray, by_channel: Callable[[Tensor, int], None]) -> None:
         self._rows = rows
@@ -73,6 +74,7 @@ class Copies:
         self._held = Held(np.empty(0, np.float32), self._free)
         self._unmade = ROOMS
         self._thread = threading.get_ident()
+        self.lock = threading.RLock()
 
     def add(self, y: Tensor, site: int) -> None:
         """Elements of an output of `site`, on the CPU."""
@@ -97,7 +99,8 @@ class Copies:
 
     def measure(self) -> None:
         """Measure what is held, and let go of it."""
-        self._held.measure(self._rows, self._by_channel)
+        with self.lock:
+            self._held.measure(self._rows, self._by_channel)
 
     def take(self) -> Held | None:
         """What is held at the end of a step, to be measured elsewhere and given back; None if there is nothing, or if no other
@@ -118,9 +121,10 @@ class Copies:
 
     def _at_once(self, y: Tensor, site: int, width: int) -> None:
         self.settle(site)
-        moments.add_on_cpu(y, self._rows[site])
-        if width:
-            self._by_channel(y, site)
+        with self.lock:
+            moments.add_on_cpu(y, self._rows[site])
+            if width:
+                self._by_channel(y, site)
 
     def _make_room(self) -> None:
         self.measure()

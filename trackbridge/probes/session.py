@@ -156,11 +156,12 @@ class Session:
         return self._series
 
     def attach(self, earlier: Session | None) -> None:
-        """Install every hook; counts go on from an `earlier` session."""
+        """Install every hook; counts, and what was told of the step under way, go on from an `earlier` session."""
         for probe, _ in self._probes:
             probe.attach(self.slab)
         if earlier is not None:
             self.updates.go_on_from(earlier.slab)
+            self.scalars.go_on_from(earlier.slab)
         # never traced: a compiled `optimizer.step` breaks its graph around hooks anyway
         before, after = torch.compiler.disable(self._before_update), torch.compiler.disable(self._after_update)  # type: ignore[no-untyped-call]
         for optimizer in self.subject.optimizers.values():
