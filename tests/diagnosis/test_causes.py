@@ -14,7 +14,6 @@ from trackbridge.detectors import Watch
 from trackbridge.diagnosis import diagnose
 from trackbridge.diagnosis.registry import RULES, Case, rule
 from trackbridge.records import Anomaly, MicroBatch, StepContext
-from trackbridge.tokens import token_statistics
 
 CONTRACT = {
     "corrupt-batch", "rare-token", "label-fault", "repeated-batch", "lr-discontinuity", "optimizer-state-lost",
@@ -276,8 +275,7 @@ def text_batches(kind: str) -> list[StepContext]:
         if step == AT and kind == "rare":
             ids = np.where(random.random((8, 64)) < 0.4, random.integers(200, 204, (8, 64)), ids)
         skeleton, leaves = tree.pack({"ids": ids.astype(np.int64)})
-        arrays = tree.to_numpy(leaves)
-        micro = MicroBatch(0, 0, step, None, f"print-{step}", token_statistics({"ids": ids}), None, skeleton, arrays)
+        micro = MicroBatch(0, 0, step, None, f"print-{step}", skeleton=skeleton, tensors=tree.to_numpy(leaves))
         contexts.append(StepContext(step, step, 0, {}, (micro,)))
     return contexts
 
