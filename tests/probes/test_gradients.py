@@ -377,14 +377,42 @@ def test_a_critic_that_steps_five_times() -> None:
     first = lab.close()
     assert first["optim/applied"] == 5
     assert layer(first) == pytest.approx({f"d.{name}": v for name, v in last.items()}, rel=1e-6)  # its last update
-    assert "param/norm" not in first  # of half the parameters
+    assert not {"param/norm", "grad/norm", "grad/norm_clipped"} & set(first)  # of half the parameters
+    assert first["grad/nonfinite"] == first["grad/missing"] == 0  # a count is of those that stepped
     generator(data()).square().mean().backward()
     optimizers["g"].step()
     optimizers["d"].step()
     second = lab.close()
     assert second["optim/applied"] == 7
     assert {name.split(".")[0] for name in layer(second)} == {"g", "d"}
-    assert "param/norm" in second
+    assert {"param/norm", "grad/norm", "grad/norm_clipped"} <= set(second)
+
+
+@pytest.mark.parametrize("clipped", ["all", "d", "none"])
+def test_the_norm_of_one_of_two_optimizers_is_no_total_unless_clipping_gave_one_or_it_is_not_finite(clipped: str) -> None:
+    models = {"g": linear(0), "d": linear(1)}
+    optimizers = {key: sgd(model) for key, model in models.items()}
+    lab = Lab(models, optimizers)
+    for model in models.values():
+        model(data()).square().mean().backward()
+    whole = math.hypot(*(total(norms(model)) for model in models.values()))
+    if clipped != "none":
+        lab.instruments.clip_grad_norm_(1e6, model=None if clipped == "all" else clipped)
+    optimizers["d"].step()
+    found = lab.close()
+    assert found.get("grad/norm") == (pytest.approx(whole, rel=1e-6) if clipped == "all" else None)
+    assert "grad/norm_clipped" not in found
+    models["d"][0].weight.grad[0, 0] = math.nan
+    optimizers["d"].step()
+    found = lab.close()
+    assert math.isnan(found["grad/norm"]) and math.isnan(found["grad/norm_clipped"])
+    assert found["grad/nonfinite"] == 1
+    for parameter in models["g"].parameters():  # nothing of it is taught
+        parameter.requires_grad_(False)
+    models["d"][0].weight.grad[0, 0] = 1.0
+    true = total(norms(models["d"]))
+    optimizers["d"].step()
+    assert lab.close()["grad/norm"] == pytest.approx(true, rel=1e-6)
 
 
 def test_clipping_one_of_two_models() -> None:

@@ -33,6 +33,7 @@ TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
 ELEMENTS_EVERY = 10  # on the CPU, where they take four more passes
+IDLE = -1.0
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -63,6 +64,7 @@ class GradientProbe(OfGradients):
         size = len(subject.parameters)
         self._scaled: list[Scaled] = []  # what clipping measured in this step
         self._before: list[tuple[list[int], Tensor | None]] = []  # what it counted; its total, if all of it is here
+        self._looked: set[int] = set()  # at which optimizers, in this step
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -77,7 +79,7 @@ class GradientProbe(OfGradients):
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
-            Field("grad_held", size, "host"),  # likewise; what a total must cover
+            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: its optimizer did not step, another did
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
         )
@@ -99,9 +101,16 @@ class GradientProbe(OfGradients):
         self._held, self._counted = slab.host_view("grad_held"), slab.host_view("grad_counted")
 
     def measure(self) -> None:
+        """Note which parameters a total norm lacks: when only one of two optimizers stepped, there is none."""
         self._scaled.clear()
         self._before.clear()
         self._size[:] = self._sizes
+        if 0 < len(self._looked) < len(self._subject.optimizers):
+            for optimizer in self._subject.optimizers.values():
+                if id(optimizer) not in self._looked:
+                    members = zip(*self._subject.members(optimizer), strict=True)
+                    self._held[[row for row, p in members if p.requires_grad and not self._held[row]]] = IDLE
+        self._looked.clear()
 
     def detach(self) -> None:
         pass
@@ -206,6 +215,7 @@ class GradientProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
+        self._looked.add(id(optimizer))
         place, elements = 1.0 + self._subject.place(optimizer), self._with_elements()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         members = self._subject.members(optimizer)
@@ -264,7 +274,10 @@ class GradientProbe(OfGradients):
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """An update that GradScaler's overflow check dropped has no norms: a scale that was tried is no spike. It keeps its
-        counts of non-finite elements, which say where the overflow was."""
+        counts of non-finite elements, which say where the overflow was.
+
+        A norm of some of the optimizers is no total: in the next step it would be of others, and look like a spike. One that
+        is not finite is told all the same: no other part can mend it."""
         used = stats["grad_seen"].astype(np.intp)
         overflow = stats["found_inf"] > 0
         seen = stepped = used > 0
@@ -283,12 +296,14 @@ class GradientProbe(OfGradients):
         silent = seen & (norm == 0) & (peak == 0)
         elements = seen & bool(stats["grad_elements"][0])
         vanishing = _vanishing(norm / np.sqrt(size), seen & ~silent)
+        given, used_norm, idle = self._before_clipping(stats, norm, seen), root_sum(norm, seen), stats["grad_held"] < 0
         totals = (
-            self._before_clipping(stats, norm, seen), root_sum(norm, seen), bads, unlocated, silent.sum(), vanishing, missing,
+            given, used_norm, bads, unlocated, silent.sum(), vanishing, missing,
         )  # fmt: skip
         known = (
-            some or (bool((stats["clip_seen"] > 0).any()) and not dropped),
-            some,
+            (some or (bool((stats["clip_seen"] > 0).any()) and not dropped))
+            and not (idle.any() and math.isfinite(given) and (idle & ~self._clipped(stats)).any()),
+            some and not (idle.any() and math.isfinite(used_norm)),
             bool(counted.any()) and whole,
             bads > 0 and whole,
             some,
@@ -297,6 +312,12 @@ class GradientProbe(OfGradients):
         )
         values = np.concatenate((totals, norm, peak, bad, added / size, 1.0 - nonzero / size))
         return values, np.concatenate((known, seen, elements, counted, elements, elements))
+
+    def _clipped(self, stats: Stats) -> BoolArray:
+        """The parameters whose norm `clip_grad_norm_` returned."""
+        known = stats["clip_seen"] > 0
+        clipped: BoolArray = np.isin(self._owners, [key for key, mine in zip(self._keys, known, strict=False) if mine])
+        return clipped | known[-1]
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
