@@ -293,6 +293,32 @@ def test_a_critic_that_steps_five_times() -> None:
     assert "param/norm" in second
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_total_over_several_optimizers_is_of_all_of_them(clip: bool) -> None:
+    """Of the critic alone it would be small, and with the generator a spike. What is not finite is told in any step."""
+    generator, critic = linear(0), linear(1)
+    optimizers = {"g": sgd(generator), "d": sgd(critic)}
+    lab = Lab({"g": generator, "d": critic}, optimizers)
+    found = []
+    for step in range(6):
+        for key, model in (("d", critic), ("g", generator)):
+            if key == "g" and step % 3:
+                continue
+            optimizers[key].zero_grad()
+            ((1000 if key == "g" else 1) * model(data()).square().mean()).backward()
+            if clip:
+                lab.instruments.clip_grad_norm_(1e9, model=key)
+            if step == 4:
+                critic[0].weight.grad[0, 0] = float("nan")
+            optimizers[key].step()
+        found.append(lab.close())
+    for name in ("grad/norm", "grad/norm_clipped"):
+        assert [name in step for step in found] == [True, False, False, True, False, False]
+    assert found[3]["grad/norm"] == pytest.approx(total(layer(found[3])), rel=1e-6)
+    assert [len(layer(step)) for step in found] == [8, 4, 4, 8, 4, 4]
+    assert [step["grad/nonfinite"] for step in found[:5]] == [0, 0, 0, 0, 1]
+
+
 def test_clipping_one_of_two_models() -> None:
     generator, critic = linear(0), linear(1)
     optimizers = {"g": sgd(generator), "d": sgd(critic)}

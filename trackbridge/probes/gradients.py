@@ -62,6 +62,8 @@ class GradientProbe(OfGradients):
         self._part = part
         size = len(subject.parameters)
         self._scaled: list[Scaled] = []  # what clipping measured in this step
+        self._stepped: set[int] = set()  # places of the optimizers that did, in this step
+        self._known_to_step: set[int] = set()  # and before it
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -79,6 +81,7 @@ class GradientProbe(OfGradients):
             Field("grad_held", size, "host"),  # likewise; what a total must cover
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
+            Field("grad_partial", 1, "host"),  # an optimizer that has stepped before did not
         )
         self.series: tuple[str, ...] = (
             *TOTALS,
@@ -88,7 +91,7 @@ class GradientProbe(OfGradients):
     def attach(self, slab: Slab) -> None:
         self._all, self._fields = Rows(slab, *MEASURED), tuple(Rows(slab, name) for name in MEASURED)
         self._norm, self._nonfinite = self._fields[0], self._fields[2]
-        self._elements = slab.host_view("grad_elements")
+        self._elements, self._partial = slab.host_view("grad_elements"), slab.host_view("grad_partial")
         self._missing = slab.host_view("grad_missing")
         self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
         self._size = slab.host_view("param_size")
@@ -100,6 +103,10 @@ class GradientProbe(OfGradients):
     def measure(self) -> None:
         self._scaled.clear()
         self._size[:] = self._sizes
+        if self._stepped:  # a critic's steps alone give no total: with the generator's it would jump
+            self._partial[0] = float(not self._known_to_step <= self._stepped)
+            self._known_to_step |= self._stepped
+            self._stepped.clear()
 
     def detach(self) -> None:
         pass
@@ -200,7 +207,8 @@ class GradientProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
-        place, elements = 1.0 + self._subject.place(optimizer), self._with_elements()
+        self._stepped.add(number := self._subject.place(optimizer))
+        place, elements = 1.0 + number, self._with_elements()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         members = self._subject.members(optimizer)
         rows, gradients = with_gradients(*members)
@@ -265,13 +273,15 @@ class GradientProbe(OfGradients):
         unlocated = bads > 0 and not (before | (bad < size))[counted].any()
         silent = seen & (norm == 0) & (peak == 0)
         elements = seen & bool(stats["grad_elements"][0])
+        partial = bool(stats["grad_partial"][0] > 0)
+        clipped = bool((stats["clip_seen"] > 0).any()) and not dropped
         vanishing = _vanishing(norm / np.sqrt(size), seen & ~silent)
         totals = (
             self._before_clipping(stats, norm, seen), root_sum(norm, seen), bads, unlocated, silent.sum(), vanishing, missing,
         )  # fmt: skip
         known = (
-            some or (bool((stats["clip_seen"] > 0).any()) and not dropped),
-            some,
+            (some or clipped) and (not partial or stats["clip_seen"][-1] > 0),
+            some and not partial,
             bool(counted.any()) and whole,
             bads > 0 and whole,
             some,
