@@ -33,7 +33,7 @@ TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
 ELEMENTS_EVERY = 10  # on the CPU, where they take four more passes
-IDLE = -1.0
+IDLE = -1.0  # while another one stepped
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -79,7 +79,7 @@ class GradientProbe(OfGradients):
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
-            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: its optimizer did not step, another did
+            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: of an optimizer that did not step
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
         )
@@ -317,7 +317,7 @@ class GradientProbe(OfGradients):
         """The parameters whose norm `clip_grad_norm_` returned."""
         known = stats["clip_seen"] > 0
         clipped: BoolArray = np.isin(self._owners, [key for key, mine in zip(self._keys, known, strict=False) if mine])
-        return clipped | known[-1]
+        return clipped | bool(known[-1])
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
