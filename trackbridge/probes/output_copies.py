@@ -2,7 +2,7 @@
 
 A hook that runs once in 10 ms finds neither the code of its statistics nor their buffers in the cache, and each of ten small
 operations costs several times what it costs when all are done in a row. So it only copies (the output may be changed in place
-later), copies of one length go through the same few operations, and that on the scribe's thread.
+later); copies of one length go through the same few operations, as a rule on the scribe's thread.
 """
 
 from __future__ import annotations
