@@ -70,8 +70,8 @@ class Copies:
         self._rows = rows
         self._by_channel = by_channel
         self._free: deque[cpu.Array] = deque()
-        self._held = Held(np.empty(0, np.float32), self._free)
-        self._unmade = ROOMS
+        self._held = Held(np.empty(ROOM, np.float32), self._free)
+        self._unmade = ROOMS - 1
         self._thread = threading.get_ident()
 
     def add(self, y: Tensor, site: int) -> None:
@@ -90,7 +90,7 @@ class Copies:
         held = self._held
         begin = held.copies[-1].end if held.copies else 0
         if begin + n > len(held.room):
-            self._make_room()
+            self.measure()
             begin = 0
         np.copyto(held.room[begin : begin + n].reshape(x.shape), x)
         held.copies.append(Copy(n, begin + n, site, width))
@@ -121,11 +121,6 @@ class Copies:
         moments.add_on_cpu(y, self._rows[site])
         if width:
             self._by_channel(y, site)
-
-    def _make_room(self) -> None:
-        self.measure()
-        if not len(self._held.room) and (first := self._another()) is not None:
-            self._held.room = first
 
     def _another(self) -> cpu.Array | None:
         """A room that nobody has; None if there is none left."""
