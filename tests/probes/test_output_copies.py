@@ -315,3 +315,17 @@ def test_where_measuring_fails_on_the_scribes_thread_hooks_copy_no_more(monkeypa
     assert not any(here for name, here in zip(instruments.series, present, strict=True) if name.startswith("act/"))
     model(torch.randn(4, 64)).sum().backward()
     assert not copies._held.copies
+
+
+def test_a_session_that_is_replaced_in_mid_step_leaves_its_steps_to_be_read_and_nothing_to_the_next() -> None:
+    model, instruments, _, _ = watched()
+    for step, other in enumerate((sgd(model), None)):
+        model(torch.randn(4, 64)).sum().backward()
+        slot = instruments.close(step)
+        assert slot is not None
+        if other is not None:
+            model(torch.randn(4, 64))
+            instruments.attach({"": model}, {"": other})
+        reading = instruments.read(slot)
+        found = reading.session.slab.unpack(reading.numbers)["activations"].reshape(-1, WIDTH)
+        assert found[:, moments.FIRES] == 1 and found[:, moments.N] == 256

@@ -2,7 +2,7 @@
 
 A hook that runs once in 10 ms finds neither the code of its statistics nor their buffers in the cache, and each of ten small
 operations costs several times what it costs when all are done in a row. So it only copies (the output may be changed in place
-later), copies of one length go through the same few operations, and that on the scribe's thread.
+later); copies of one length go through the same few operations, as a rule on the scribe's thread.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Copies:
         self._rows = rows
         self._by_channel = by_channel
         self._free: deque[cpu.Array] = deque()
-        self._held = Held(np.empty(0, np.float32), self._free)
-        self._unmade = ROOMS
+        self._held = Held(np.empty(ROOM, np.float32), self._free)
+        self._unmade = ROOMS - 1
         self._thread = threading.get_ident()
         self.lock = threading.RLock()
 
@@ -92,7 +92,7 @@ class Copies:
         held = self._held
         begin = held.copies[-1].end if held.copies else 0
         if begin + n > len(held.room):
-            self._make_room()
+            self.measure()
             begin = 0
         np.copyto(held.room[begin : begin + n].reshape(x.shape), x)
         held.copies.append(Copy(n, begin + n, site, width))
@@ -125,11 +125,6 @@ class Copies:
             moments.add_on_cpu(y, self._rows[site])
             if width:
                 self._by_channel(y, site)
-
-    def _make_room(self) -> None:
-        self.measure()
-        if not len(self._held.room) and (first := self._another()) is not None:
-            self._held.room = first
 
     def _another(self) -> cpu.Array | None:
         """A room that nobody has; None if there is none left."""
