@@ -252,3 +252,21 @@ def test_every_watched_model_of_a_process_makes_one_graph(inside: bool, tmp_path
                 run.step(loss.detach())
         assert counters["stats"]["unique_graphs"] == before + 1
     assert not counters["graph_break"]
+
+
+def test_regions_look_again_after_a_backward_pass_that_raised() -> None:
+    """Out of memory, caught, tried again: nobody told of the end of the first backward pass."""
+    model = Stack()
+    lab = Lab(model, sgd(model))
+    run = each_block_in_place(model)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = model.embed.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        run(batch(0)).sum().backward()
+    handle.remove()
+    run(batch(1)).sum().backward()
+    lab.close()
+    assert set(lab.last.values()) == {2.0}

@@ -301,3 +301,21 @@ def test_a_nan_that_is_in_one_place_is_located_without_our_clipping() -> None:
         p.grad.nan_to_num_(0.0)
     optimizer.step()
     assert "grad/unlocated" not in lab.close()
+
+
+def test_a_parameter_that_was_given_other_memory_is_as_large_as_that() -> None:
+    """As a table of embeddings that gets more rows (``weight.data = larger``)."""
+    lab = Lab(model := nn.Linear(8, 8), optimizer := sgd(model))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    lab.close()
+    optimizer.zero_grad()
+    model.weight.data, model.bias.data = torch.randn(16, 8), torch.zeros(16)
+    model(torch.ones(2, 8)).sum().backward()
+    weight, gradient = model.weight.detach().double(), model.weight.grad.double()
+    optimizer.step()
+    weight -= 0.1 * gradient
+    found = lab.close()
+    assert found["layer/weight/weight_rms"] == pytest.approx(weight.square().mean().sqrt().item(), rel=1e-6)
+    assert found["layer/weight/grad_mean"] == pytest.approx(gradient.mean().item())
+    assert found["layer/weight/grad_zeros"] == 0

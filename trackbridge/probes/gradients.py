@@ -93,7 +93,7 @@ class GradientProbe(OfGradients):
         self._norm, self._nonfinite = self._fields[0], self._fields[2]
         self._elements = slab.host_view("grad_elements")
         self._missing = slab.host_view("grad_missing")
-        self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
+        self._whole: list[int] = []  # sizes that parameters had when those of this rank's shards were asked for
         self._size = slab.host_view("param_size")
         self._clip_norm = slab.device_view("clip_norm")
         self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
@@ -104,6 +104,10 @@ class GradientProbe(OfGradients):
         """Note which parameters a total norm lacks: when only one of two optimizers stepped, there is none."""
         self._scaled.clear()
         self._before.clear()
+        whole = list(map(Tensor.numel, self._subject.parameters))
+        if whole != self._whole:  # a table of embeddings may get more rows
+            self._whole = whole
+            self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
         self._size[:] = self._sizes
         if 0 < len(self._looked) < len(self._subject.optimizers):
             for optimizer in self._subject.optimizers.values():

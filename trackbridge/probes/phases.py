@@ -78,8 +78,9 @@ class PhaseProbe:
         if phase == BACKWARD:
             if key in self._open:
                 return
-        elif not in_backward():
-            self._drop((BACKWARD, ANY))  # it raised: nobody told us of its end
+        elif (BACKWARD, ANY) in self._open and not in_backward():  # it raised: nobody told us of its end
+            self._drop((BACKWARD, ANY))
+            self._on_backward(False)
         self._drop(key)
         self._charge()
         self._open.append(key)
