@@ -78,7 +78,7 @@ class GradientProbe(OfGradients):
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
-            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: its optimizer did not step, another did
+            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: only others stepped
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
         )
@@ -299,8 +299,9 @@ class GradientProbe(OfGradients):
     def _clipped(self, stats: Stats) -> BoolArray:
         """The parameters whose norm `clip_grad_norm_` returned."""
         known = stats["clip_seen"] > 0
-        clipped: BoolArray = np.isin(self._owners, [key for key, mine in zip(self._keys, known, strict=False) if mine])
-        return clipped | known[-1]
+        owners = [key for key, mine in zip(self._keys, known, strict=False) if mine]
+        clipped: BoolArray = np.full(len(self._owners), True) if known[-1] else np.isin(self._owners, owners)
+        return clipped
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
