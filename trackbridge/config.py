@@ -396,8 +396,8 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
         section: Any = model
         for name in path:
             section = section.model_fields[name].annotation if name in getattr(section, "model_fields", ()) else None
-        known = f"; in it: {', '.join(section.model_fields)}" if hasattr(section, "model_fields") else ""
-        return f"setting {'.'.join(path)!r} is a section: give it a dict, got {shown}{known}"
+        inside = f"; in it: {', '.join(section.model_fields)}" if hasattr(section, "model_fields") else ""
+        return f"setting {'.'.join(path)!r} is a section: give it a dict, got {shown}{inside}"
     if "[" in path[-1]:  # a choice or a list, which pydantic tells of one by one
         path, first = path[:-1], first | {"msg": f"{first['msg']}, or a list such as ['{_PATTERN}']"}
     return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown}"
