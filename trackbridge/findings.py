@@ -99,7 +99,7 @@ def loss(record: RunRecord) -> Iterator[Finding]:
 
 @_rule
 def idle(record: RunRecord) -> Iterator[Finding]:
-    """Closed steps without an update of any optimizer, as their hooks counted (none in a CUDA graph)."""
+    """Closed steps without an update of any optimizer, as their hooks counted them (which see none in a CUDA graph)."""
     if not {"optim/applied", "optim/skipped"} <= set(record.names):
         return
     (_, applied), (_, left_out) = record.series("optim/applied"), record.series("optim/skipped")

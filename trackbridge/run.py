@@ -253,8 +253,8 @@ class Run:
         self._instruments.attach(models, optimizers, scaler)
         if gone := left_behind(self._models, self._optimizers, models, optimizers):
             logger.warning(
-                "trackbridge: run.watch replaces what was watched, so %s is no longer measured. Watch several in one call: "
-                'run.watch({"g": g, "d": d}, {"g": of_g, "d": of_d})',
+                "trackbridge: run.watch replaces what was watched before, so %s is no longer measured. Watch several in one "
+                'call: run.watch({"g": g, "d": d}, {"g": of_g, "d": of_d})',
                 ", ".join(gone),
             )
         self._models, self._optimizers = models, optimizers

@@ -65,6 +65,31 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
     assert np.allclose(flops_of(train(tmp_path, small(), micro=4)), 4 * SMALL)
 
 
+def test_what_is_unfrozen_later_is_counted_from_then_on(tmp_path: Path) -> None:
+    """And a part that is frozen for one pass of each step, as a GAN's critic is, in that pass only."""
+    model = small()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with trackbridge.init(dir=tmp_path, perf={"peak_flops": PEAK}, strict=True) as run:
+        run.watch(model, optimizer)
+        for step in range(12):
+            if step >= 4:
+                model[0].requires_grad_(step < 8)
+            model(torch.randn(4, 8)).square().mean().backward()
+            if step >= 8:
+                model[0].requires_grad_(True)
+                model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+    steps, _ = (record := trackbridge.load(run.dir)).series("perf/flops_per_s")
+    found = dict(zip(steps, flops_of(record), strict=True))
+    frozen = 2 * 4 * 8 * 16 + 2 * 4 * 16 * 4 * 2
+    assert [round(found[step]) for step in (2, 3)] == [frozen] * 2
+    assert [round(found[step]) for step in (6, 7)] == [SMALL] * 2
+    assert [round(found[step]) for step in (10, 11)] == [frozen + SMALL] * 2
+
+
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -106,6 +131,8 @@ def test_a_compiled_model_is_counted_without_another_compilation(tmp_path: Path)
     record = train(tmp_path, torch.compile(model, backend="eager"))  # type: ignore[arg-type]
     assert counters["stats"]["unique_graphs"] == 1
     assert np.allclose(flops_of(record), SMALL)
+    (perf,) = (params.values["perf"] for params in record.params if "perf" in params.values)
+    assert perf["attention"].endswith("every pair where the mask is a tensor")  # it had no values
 
 
 def test_e2_without_a_peak_there_is_a_rate_and_no_mfu(tmp_path: Path) -> None:
@@ -164,11 +191,15 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind(tmp_path: Path) -> Non
         run.step()
 
 
-def test_the_convention_travels_with_the_run(tmp_path: Path) -> None:
+def test_the_convention_travels_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trackbridge.flops.meter.compiled_graphs", lambda: 0)  # by tests before this one
     record = train(tmp_path, small(), full_attention=True)
     (perf,) = (params.values["perf"] for params in record.params if "perf" in params.values)
     assert perf["attention"] == "every (query, key) pair"
     assert perf["peak_flops"] == PEAK
+    record = train(tmp_path, small())
+    (perf,) = (params.values["perf"] for params in record.params if "perf" in params.values)
+    assert perf["attention"] == "the pairs that the mask shows"
 
 
 class Clock:

@@ -168,6 +168,7 @@ class Gives(nn.Module):
             "tensor": x,
             "tuple": (x, None, 7),
             "late": (None, torch.arange(3), x),
+            "empty first": (x[:0], x),
             "nested": ((None, (x,)), {"a": 1}),
             "list": [x],
             "dict": {"hidden": x, "loss": x.sum()},
@@ -181,7 +182,7 @@ class Gives(nn.Module):
         }[self.what]
 
 
-SEEN = ("tensor", "tuple", "late", "nested", "list", "dict", "loss first", "dataclass", "named tuple")
+SEEN = ("tensor", "tuple", "late", "empty first", "nested", "list", "dict", "loss first", "dataclass", "named tuple")
 
 
 @pytest.mark.parametrize("what", [*SEEN, "none", "empty", "integers", "int"])

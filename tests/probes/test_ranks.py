@@ -141,6 +141,30 @@ def experts() -> Any:
     return one_step(net, torch.ones(1, 4), clip=False, sites="none")
 
 
+def told_experts() -> Any:
+    """The same experts as shards of one tensor, as expert parallelism with DTensor has them, beside what DDP would average."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    size = math.sqrt((20, 100)[dist.get_rank()] / 4)
+    net = nn.Module()
+    net.weight = nn.Parameter(DTensor.from_local(torch.full((1, 4), size), mesh, [Shard(0)]))
+    net.weight.grad = DTensor.from_local(torch.full((1, 4), size), mesh, [Shard(0)])
+    lab = Lab(net, optimizer := torch.optim.SGD(net.parameters(), lr=0.0), sites="none")
+    optimizer.step()
+    slot = lab.instruments.close(0)
+    assert slot is not None
+    return merged_over_ranks(lab, lab.instruments.read(slot))
+
+
+def ddp_with_a_local_part() -> Any:
+    """DDP is told to leave one parameter alone: no replica, whatever the wrapper."""
+    net = model()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.bias"])
+    return one_step(nn.parallel.DistributedDataParallel(net), mine(data()), clip=False)
+
+
 def alone() -> Any:
     """Only one rank is watched; its statistics wait for nobody."""
     net = nn.parallel.DistributedDataParallel(model())
@@ -153,7 +177,9 @@ def alone() -> Any:
     return lab.close()
 
 
-CASES: list[Callable[[], Any]] = [ddp, fsdp, hybrid, tensor_parallel, stack, experts, alone]
+CASES: list[Callable[[], Any]] = [
+    ddp, fsdp, hybrid, tensor_parallel, stack, experts, told_experts, ddp_with_a_local_part, alone,
+]  # fmt: skip
 
 
 def work(rank: int, folder: str) -> None:
@@ -251,6 +277,20 @@ def test_an_unknown_layout_is_local_and_in_no_total(ranks: list[dict[str, Any]])
         assert "layer/weight/grad_norm" in own and "layer/weight/weight_norm" in own
         assert {"layer/weight/grad_norm", "grad/norm", "param/norm"} <= set(local)
         assert not layer(merged) and not {"grad/norm", "param/norm", "grad/norm_clipped"} & merged.keys()
+
+
+def test_experts_that_say_they_are_shards_are_summed(ranks: list[dict[str, Any]]) -> None:
+    """Megatron-LM#5916 (F7): 10.954, not the replicas' 7.236."""
+    for rank, (own, merged, local) in enumerate(each["told_experts"] for each in ranks):
+        for name in ("layer/weight/grad_norm", "grad/norm", "layer/weight/weight_norm", "param/norm"):
+            assert own[name] == pytest.approx(math.sqrt((20, 100)[rank])) and name in local
+            assert merged[name] == pytest.approx(math.sqrt(120))
+
+
+def test_what_data_parallelism_leaves_alone_is_local(ranks: list[dict[str, Any]]) -> None:
+    for _, merged, local in (rank["ddp_with_a_local_part"] for rank in ranks):
+        assert {"layer/2.bias/grad_norm", "grad/norm"} <= set(local) and "layer/0.weight/grad_norm" not in local
+        assert set(layer(merged)) == {"0.weight", "0.bias", "2.weight"} and "grad/norm" not in merged
 
 
 def test_one_watched_rank_does_not_hang(ranks: list[dict[str, Any]]) -> None:

@@ -31,6 +31,9 @@ class Product:
     attention: bool = False
 
 
+HIDDEN = -1e8
+"""Far below any bias of positions; a softmax makes 0 of it."""
+
 Cost: TypeAlias = Callable[..., Sequence[Product]]
 COSTS: dict[Any, Cost] = {}
 
@@ -66,7 +69,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequen
     return _product(2.0 * math.prod(shape(input)) * math.prod(shape(weight)[:-1]), input, weight)
 
 
-def _matmul(input: Tensor, other: Tensor, **kwargs: Any) -> Sequence[Product]:
+def _matmul(*args: Tensor, **named: Any) -> Sequence[Product]:
+    """Of the last two tensors, whatever their names; what they are added to comes before them."""
+    input, other = (*args, *(value for name, value in named.items() if isinstance(value, Tensor) and name != "out"))[-2:]
     a, b = shape(input), shape(other)
     rows = a[-2] if len(a) > 1 else 1
     columns = b[-1] if len(b) > 1 else 1
@@ -74,8 +79,15 @@ def _matmul(input: Tensor, other: Tensor, **kwargs: Any) -> Sequence[Product]:
     return _product(2.0 * batch * rows * a[-1] * columns, input, other)
 
 
-def _added(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Sequence[Product]:
-    return _matmul(mat1, mat2)
+def _inner(input: Tensor, other: Tensor, **kwargs: Any) -> Sequence[Product]:
+    """Over the last dimension of both."""
+    return _product(2.0 * math.prod(shape(input)) * math.prod(shape(other)[:-1]), input, other)
+
+
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Sequence[Product]:
+    places = range(-dims, 0) if isinstance(dims, int) else dims[0]
+    inner = math.prod(shape(a)[int(place)] for place in places)
+    return _product(2.0 * math.prod(shape(a)) * math.prod(shape(b)) / max(inner, 1), a, b)
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[Product]:
@@ -107,6 +119,15 @@ def _transposed(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args
     images = math.prod(shape(input)[: -space - 1])
     inputs = math.prod(shape(input)[-space:])
     return _product(2.0 * images * inputs * math.prod(shape(weight)), input, weight)
+
+
+def _any_convolution(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
+) -> Sequence[Product]:  # fmt: skip
+    if transposed:
+        return _transposed(input, weight)
+    return _convolution(input, weight, bias, stride, padding, dilation, groups)
 
 
 def _conv_output(size: Sequence[int], kernel: Sequence[int], given: Mapping[str, Any]) -> list[int]:
@@ -158,10 +179,11 @@ def visible(queries: int, keys: int) -> float:
 
 
 def _share(mask: Tensor) -> Flops:
-    """The part of the (query, key) pairs that a mask lets through; all of them where it has no values."""
+    """The part of the (query, key) pairs that a mask lets through; all of them where it has no values. What is added to a score
+    hides it from `HIDDEN` on: libraries take the least number of the dtype for it as often as minus infinity."""
     if is_fake(mask):
         return 1.0
-    shown = mask if mask.dtype == torch.bool else mask > float("-inf")
+    shown = mask if mask.dtype == torch.bool else mask > max(HIDDEN, torch.finfo(mask.dtype).min / 2)
     return _seen(shown.count_nonzero().double() / max(shown.numel(), 1))
 
 
@@ -244,7 +266,10 @@ def _multi_head(
 
 
 def _recurrent(input: Tensor, state: Any, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Sequence[Product]:
-    """RNN, LSTM and GRU: every step multiplies with every weight matrix once. (length, batch, width) or batch first."""
+    """RNN, LSTM and GRU: every step multiplies with every weight matrix once. (length, batch, width), batch first, or packed,
+    (steps of all sequences, width): then the sizes of the batches come before the state."""
+    if isinstance(state, Tensor) and not state.is_floating_point():
+        weights = args[0]
     steps = math.prod(shape(input)[:-1])
     products = []
     for weight in weights:
@@ -252,6 +277,12 @@ def _recurrent(input: Tensor, state: Any, weights: Sequence[Tensor], *args: Any,
             inner = input.requires_grad or any(w.requires_grad for w in weights)
             products.append(Product(2.0 * steps * math.prod(shape(weight)), inner + bool(weight.requires_grad), _dtype(input)))
     return products
+
+
+def _cell(input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *args: Any) -> Sequence[Product]:
+    """One step of one layer of these."""
+    hidden = state if isinstance(state, Tensor) else state[0]
+    return [*_linear(input, w_ih), *_linear(hidden, w_hh)]
 
 
 def _einsum(equation: Any, *operands: Any, **kwargs: Any) -> Sequence[Product]:
@@ -292,18 +323,27 @@ def _ellipsis(terms: Sequence[str], tensors: Sequence[Tensor]) -> Sequence[Produ
     return _product(flops, *tensors)
 
 
+def _spelled(*names: str) -> tuple[Any, ...]:
+    """Functions of torch and methods of tensors."""
+    return tuple(getattr(place, name) for name in names for place in (torch, Tensor) if hasattr(place, name))
+
+
 def _register() -> None:
     rules: tuple[tuple[Cost, tuple[Any, ...]], ...] = (
         (_linear, (F.linear,)),
-        (_matmul, (torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.Tensor.matmul, torch.Tensor.mm,
-                   torch.Tensor.bmm, torch.Tensor.mv, torch.Tensor.dot, torch.Tensor.__matmul__)),
-        (_added, (torch.addmm, torch.addmv, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.addmv, torch.Tensor.baddbmm)),
+        (_matmul, (torch.matmul, torch.linalg.matmul, torch.Tensor.__matmul__)),
+        (_matmul, _spelled("mm", "bmm", "mv", "dot", "vdot", "matmul", "addmm", "addmv", "baddbmm", "addbmm", "addmm_",
+                           "addmv_", "baddbmm_", "addbmm_")),
+        (_inner, _spelled("inner")),
+        (_tensordot, (torch.tensordot,)),
         (_bilinear, (F.bilinear, torch.bilinear)),
+        (_any_convolution, (torch.convolution,)),
         (_convolution, (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)),
         (_transposed, (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)),
         (_attention, (F.scaled_dot_product_attention,)),
         (_multi_head, (F.multi_head_attention_forward,)),
         (_recurrent, (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)),
+        (_cell, (torch._VF.lstm_cell, torch._VF.gru_cell, torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell)),
         (_einsum, (torch.einsum,)),
     )  # fmt: skip
     for rule, functions in rules:

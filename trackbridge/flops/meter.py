@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,7 @@ SHAPES = 4096
 
 
 Share: TypeAlias = tuple[str, torch.dtype]
+_LEARNS = attrgetter("requires_grad")
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Meter:
         self._passes: list[Any] = []
         self._running: tuple[Any, Counting] | None = None
         self._thread = 0  # in which that is
+        self._parameters: list[list[Tensor]] = []  # of each model
+        self._hidden = False  # a count was made on shapes: what a mask tensor hides is not known there
         self._inside: dict[tuple[int, int], int] = {}  # calls of each model under way, by thread and model
         self._handles: list[Any] = []
         self._peak: Peak | None = None
@@ -96,6 +100,7 @@ class Meter:
                     "trackbridge: no peak rate is known for %r, so there is no MFU; give it one with perf={'peak_flops': ...}",
                     self._device,
                 )
+        self._parameters = [list(model.parameters()) for model in models.values()]
         for number, model in enumerate(models.values()):
             self._handles += [
                 model.register_forward_pre_hook(_Enter(self, number, model), with_kwargs=True),
@@ -107,13 +112,15 @@ class Meter:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._parameters.clear()
 
     def entered(self, number: int, model: nn.Module, args: Any, kwargs: Any) -> None:
         place = threading.get_ident(), number
         self._inside[place] = self._inside.get(place, 0) + 1
         if self._inside[place] > 1:  # a model that calls itself: Lightning's `training_step` through `forward`
             return
-        key = (number, _shapes(args, kwargs))
+        learns = bytes(map(_LEARNS, self._parameters[number]))  # a layer that is unfrozen later costs more from then on
+        key = (number, _shapes(args, kwargs), learns)
         self._passes.append(key)
         if None in key[1]:
             self._unknown(key, TypeError("a nested tensor has no shape"))
@@ -126,6 +133,7 @@ class Meter:
         if compiled_graphs():  # a mode of ours around what was compiled would have it compiled again
             try:
                 self._known[key] = Known.of(count_shapes(model, args, kwargs, full_attention=self._config.full_attention))
+                self._hidden = True
             except Exception as error:  # it needs values, or cannot be copied
                 self._unknown(key, error)
             return
@@ -187,12 +195,17 @@ class Meter:
         self._told = True
         return {
             "flops": "matrix products only, 2 per multiply-add; backward: one product for each input that needs a gradient",
-            "attention": "every (query, key) pair" if self._config.full_attention else "the pairs that the mask shows",
+            "attention": self._attention(),
             "mfu": "recomputation not counted", "hfu": "recomputation by activation checkpointing counted",
             "device": self._device or "unknown",
             "peak_flops": self._config.peak_flops or self._rates(),
             "source": "perf.peak_flops" if self._config.peak_flops else self._peak.source if self._peak else None,
         }  # fmt: skip
+
+    def _attention(self) -> str:
+        if self._config.full_attention:
+            return "every (query, key) pair"
+        return "the pairs that the mask shows" + ("; every pair where the mask is a tensor" if self._hidden else "")
 
     def _rates(self) -> dict[str, float]:
         kinds = {dtype for known in self._known.values() if known is not None for _, dtype in known.flops}

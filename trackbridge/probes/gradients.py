@@ -33,7 +33,7 @@ TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
 ELEMENTS_EVERY = 10  # on the CPU, where they take four more passes
-IDLE = -1.0
+IDLE = -1.0  # while another one stepped
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -63,6 +63,7 @@ class GradientProbe(OfGradients):
         self._part = part
         size = len(subject.parameters)
         self._scaled: list[Scaled] = []  # what clipping measured in this step
+        self._before: list[tuple[list[int], Tensor | None]] = []  # what it counted; its total, if all of it is here
         self._looked: set[int] = set()  # at which optimizers, in this step
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
@@ -78,7 +79,7 @@ class GradientProbe(OfGradients):
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
-            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: only others stepped
+            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: of an optimizer that did not step
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
         )
@@ -102,6 +103,7 @@ class GradientProbe(OfGradients):
     def measure(self) -> None:
         """Note which parameters a total norm lacks: when only one of two optimizers stepped, there is none."""
         self._scaled.clear()
+        self._before.clear()
         self._size[:] = self._sizes
         if 0 < len(self._looked) < len(self._subject.optimizers):
             for optimizer in self._subject.optimizers.values():
@@ -121,6 +123,7 @@ class GradientProbe(OfGradients):
         gradients."""
         if model is not None and model not in self._subject.models:
             raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
+        max_norm, norm_type = float(max_norm), float(norm_type)  # as torch does: "inf", or a tensor of one element
         chosen = self._subject.models if model is None else {model: self._subject.models[model]}
         parameters = list({id(p): p for module in chosen.values() for p in module.parameters()}.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -128,7 +131,7 @@ class GradientProbe(OfGradients):
             total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
             with self._part:
-                self._count(parameters)
+                self._count(parameters, None)
             raise
         scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
@@ -136,7 +139,7 @@ class GradientProbe(OfGradients):
                 scaling = self._scale(parameters, gradients, max_norm, norm_type, total, foreach)
             with self._part:
                 if scaling is not None:
-                    self._keep(*scaling)
+                    self._keep(*scaling, total)
                 place = len(self._keys) if model is None else self._keys.index(model)
                 self._note(total, norm_type, parameters if scaling is None else None, place)
         if scaling is None:
@@ -169,7 +172,7 @@ class GradientProbe(OfGradients):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         return rows, gradients, reduce.scale(gradients, factor, total, elements=self._with_elements())
 
-    def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
+    def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any, total: Tensor) -> None:
         found = reduce.scaled_summary(partial)
         if len(found) == len(MEASURED):
             self._all.write(rows, found)
@@ -177,6 +180,7 @@ class GradientProbe(OfGradients):
             self._norm.write(rows, found)
             self._nonfinite.write(rows, torch.zeros(len(rows), device="cpu"))  # `reduce.scalable`
         self._counted[rows] = 1.0
+        self._before.append((rows, total))
         self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
     @torch.no_grad()
@@ -189,17 +193,19 @@ class GradientProbe(OfGradients):
             self._clip_copies[place] = copies_of(total) or world_size()
         if parameters is None:
             return
+        whole = total if shard is total else None
         if shard.device.type != "cpu":  # to look at the total would be a sync: the device decides
-            self._count(parameters, shard)
+            self._count(parameters, whole, shard)
         elif not math.isfinite(shard.item()):
-            self._count(parameters)
+            self._count(parameters, whole)
 
     @torch.no_grad()
-    def _count(self, parameters: Sequence[Tensor], total: Tensor | None = None) -> None:
+    def _count(self, parameters: Sequence[Tensor], whole: Tensor | None, total: Tensor | None = None) -> None:
         """Count non-finite elements, none where `total` is finite."""
         for rows, gradients in self._gradients(parameters):
             self._nonfinite.write(rows, reduce.nonfinites(gradients, total))
             self._counted[rows] = 1.0
+            self._before.append((rows, whole))
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[Members]:
         rows, gradients = with_gradients(self._subject.rows(parameters), parameters)
@@ -249,11 +255,22 @@ class GradientProbe(OfGradients):
                 self._fields[place].write(rows, values if scale is None else values / scale)
         if summary.nonzero is not None:
             self._fields[4].write(rows, summary.nonzero)
-        new = [i for i, row in enumerate(rows) if not self._counted[row]]  # keeps what was counted before clipping
-        if len(new) == len(rows):
-            self._nonfinite.write(rows, summary.nonfinite)
-        elif new:
-            self._nonfinite.write([rows[i] for i in new], summary.nonfinite[new])
+        self._write_nonfinite(rows, summary.nonfinite)
+
+    def _write_nonfinite(self, rows: list[int], now: Tensor) -> None:
+        """Where clipping may have spread what is non-finite, what was counted before it stays. Where its total was finite there
+        was nothing to spread, and what is there `now` has come since."""
+        latest = {row: place for place, (some, _) in enumerate(self._before) for row in some}
+        places = [latest.get(row) for row in rows]
+        for place in set(places):
+            here = [i for i, of in enumerate(places) if of == place]
+            some, found = [rows[i] for i in here], now if len(here) == len(rows) else now[here]
+            if place is not None:
+                total = self._before[place][1]
+                if total is None:
+                    continue
+                found = torch.where(total.to(found.device).isfinite(), found, self._nonfinite.read(some))
+            self._nonfinite.write(some, found)
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """An update that GradScaler's overflow check dropped has no norms: a scale that was tried is no spike. It keeps its
@@ -299,9 +316,8 @@ class GradientProbe(OfGradients):
     def _clipped(self, stats: Stats) -> BoolArray:
         """The parameters whose norm `clip_grad_norm_` returned."""
         known = stats["clip_seen"] > 0
-        owners = [key for key, mine in zip(self._keys, known, strict=False) if mine]
-        clipped: BoolArray = np.full(len(self._owners), True) if known[-1] else np.isin(self._owners, owners)
-        return clipped
+        clipped: BoolArray = np.isin(self._owners, [key for key, mine in zip(self._keys, known, strict=False) if mine])
+        return clipped | bool(known[-1])
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""
