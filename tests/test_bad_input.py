@@ -63,6 +63,22 @@ def test_wrong_type_says_what_was_given(tmp_path: Path) -> None:
     assert "recorder.snapshot_every" in one_line(error) and "often" in one_line(error)
 
 
+def test_a_section_that_is_switched_off_like_an_option_names_what_is_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, recorder=False)
+    assert "is a section" in one_line(error) and "in it: enabled, " in one_line(error)
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, detection={"stall": False})
+    assert "'detection.stall' is a section" in one_line(error) and "in it: enabled, factor" in one_line(error)
+
+
+def test_a_choice_or_a_list_is_told_without_types(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trackbridge.init(dir=tmp_path, activations={"sites": "blocks.*"})
+    words = one_line(error)
+    assert words.startswith("setting 'activations.sites': ") and "'blocks.*'" in words and "a list such as ['" in words
+
+
 def test_settings_from_yaml_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trackbridge.yaml").write_text(f"project: from-yaml\ndir: {tmp_path}\nrecorder: {{snapshot_every: 7}}\n")
     monkeypatch.setenv("TRACKBRIDGE_RECORDER__AFTER", "3")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+import trackbridge
 from tests import replays
 from trackbridge import __version__, load
 from trackbridge.cli import app
@@ -356,3 +357,10 @@ def test_every_command_that_takes_json_prints_json(recorded: Path, tmp_path: Pat
     assert answer("report", recorded, "--post-mortem")["post_mortem"].startswith("# Post-mortem")
     plan = answer("replay", recorded, "--plan", tmp_path / "skip.json")
     assert plan["batches"] == len(json.loads(Path(plan["path"]).read_text())["skips"]) > 0
+
+
+def test_show_has_the_throughput_of_a_run_that_counts_samples(tmp_path: Path) -> None:
+    with trackbridge.init(dir=tmp_path, id="images") as run:
+        for _ in range(4):
+            run.step(loss=1.0, samples=8)
+    assert "perf/samples_per_s" in call("show", "images", "--dir", tmp_path).output

@@ -115,6 +115,10 @@ def test_the_command(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["export", "r1", "--to", "csv"])
     assert done.exit_code == 0 and "r1.csv: 5 rows, 4 series" in done.output
+    done = CliRunner().invoke(app, ["export", "r1", "--out", "named.csv"])
+    assert done.exit_code == 0 and Path("named.csv").read_text().startswith("seq,")  # no parquet under that name
+    done = CliRunner().invoke(app, ["export", "r1", "--to", "jsonl", "--out", "other.csv"])
+    assert done.exit_code == 0 and Path("other.csv").read_text().startswith("{")
     done = CliRunner().invoke(app, ["export", str(run.path), "--to", "parket"])
     assert done.exit_code == 2 and "did you mean 'parquet'" in done.output
 

@@ -18,6 +18,7 @@ from trackbridge.rules import Rule
 
 MiB = 1024 * 1024
 PREFIX = "TRACKBRIDGE_"
+_PATTERN = "h.*.attn"
 RAREST = 64
 """Times more rarely than set, at most, that statistics are taken to keep to `max_overhead`."""
 
@@ -391,4 +392,12 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
         shown = f"a {type(first['input']).__name__}"
         if path[1:] in ([], ["urls"]):
             shown += "; write alerts={'urls': ['json://...']}"
+    if first["type"] == "model_type":
+        section: Any = model
+        for name in path:
+            section = section.model_fields[name].annotation if name in getattr(section, "model_fields", ()) else None
+        inside = f"; in it: {', '.join(section.model_fields)}" if hasattr(section, "model_fields") else ""
+        return f"setting {'.'.join(path)!r} is a section: give it a dict, got {shown}{inside}"
+    if "[" in path[-1]:  # a choice or a list, which pydantic tells of one by one
+        path, first = path[:-1], first | {"msg": f"{first['msg']}, or a list such as ['{_PATTERN}']"}
     return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown}"

@@ -12,7 +12,9 @@ from trackbridge.cli.common import Json, console, emit, find_run, plain
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or the id or name of a run in DIR.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="parquet, csv or jsonl.")] = "parquet",
+    to: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="parquet, csv or jsonl; default: as the file is named, else parquet.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The file; default: <run id>.<format> here.")] = None,
     names: Annotated[list[str] | None, typer.Option(help="A series or a pattern such as 'grad/*'; may be repeated.")] = None,
     rank: Annotated[int | None, typer.Option(help="This rank's own journal; default: the leader's.")] = None,
@@ -26,6 +28,9 @@ def export(
     from trackbridge.export import FORMATS, Format
     from trackbridge.export import export as write
 
+    if to is None:
+        ending = out.suffix[1:].lower() if out is not None else ""
+        to = ending if ending in FORMATS else "parquet"
     chosen: Format | None = next((known for known in get_args(Format) if known == to), None)
     if chosen is None:
         raise UsageError(f"--to {to}: there is no such format{nearest(to, FORMATS)}; one of: {', '.join(FORMATS)}")

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from trackbridge.history import RunRecord
     from trackbridge.shipper import BackendStatus
 
-SERIES = ("train/loss", "grad/norm", "train/lr", "perf/tokens_per_s", "optim/update_ratio", "trackbridge/overhead_share")
+SERIES = (
+    "train/loss", "grad/norm", "train/lr", "perf/tokens_per_s", "perf/samples_per_s", "perf/mfu", "optim/update_ratio",
+    "trackbridge/overhead_share",
+)  # fmt: skip
 _BARS, _FEWEST_BARS = 40, 10
 
 
