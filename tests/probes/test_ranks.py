@@ -177,7 +177,9 @@ def alone() -> Any:
     return lab.close()
 
 
-CASES: list[Callable[[], Any]] = [ddp, fsdp, hybrid, tensor_parallel, stack, experts, told_experts, ddp_with_a_local_part, alone]
+CASES: list[Callable[[], Any]] = [
+    ddp, fsdp, hybrid, tensor_parallel, stack, experts, told_experts, ddp_with_a_local_part, alone,
+]  # fmt: skip
 
 
 def work(rank: int, folder: str) -> None:
