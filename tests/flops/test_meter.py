@@ -102,6 +102,9 @@ def test_evaluation_is_not_counted(tmp_path: Path) -> None:
                 model(torch.randn(4, 8))
             with run.pause("eval"):
                 model(torch.randn(4, 8))
+            model.eval()
+            model(torch.randn(4, 8))
+            model.train()
             run.step()
     assert np.allclose(flops_of(trackbridge.load(run.dir)), SMALL)
 
