@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import trackbridge
 from trackbridge.clock import StepClock
@@ -102,6 +102,9 @@ def test_evaluation_is_not_counted(tmp_path: Path) -> None:
                 model(torch.randn(4, 8))
             with run.pause("eval"):
                 model(torch.randn(4, 8))
+            model.eval()
+            model(torch.randn(4, 8))
+            model.train()
             run.step()
     assert np.allclose(flops_of(trackbridge.load(run.dir)), SMALL)
 
@@ -120,6 +123,37 @@ def test_e4_checkpointing_raises_hfu_only(tmp_path: Path) -> None:
     forward = 2 * 4 * (8 * 16 + 16 * 4)
     ratio = np.asarray(record.series("perf/hfu")[1]) / np.asarray(record.series("perf/mfu")[1])
     assert np.allclose(ratio, (SMALL + forward) / SMALL)
+
+
+def test_selective_checkpointing_has_no_hfu(tmp_path: Path) -> None:
+    """What runs again is decided by product: not known, and not as much as nothing."""
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x: Tensor) -> Tensor:
+            how: Any = {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts([])}
+            return checkpoint(self.inner, x, **how)  # type: ignore[no-any-return]
+
+    names = train(tmp_path, Selective()).names
+    assert "perf/mfu" in names and "perf/hfu" not in names
+
+
+def test_a_step_that_compiled_something_has_no_rate(tmp_path: Path) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with trackbridge.init(dir=tmp_path, perf={"peak_flops": PEAK}, strict=True) as run:
+        run.watch(model, optimizer)
+        for step in range(6):
+            model(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+            if step == 3:
+                torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+            run.step()
+    record = trackbridge.load(run.dir)
+    assert [record.series(f"perf/{name}")[0].tolist() for name in ("mfu", "flops_per_s")] == [[1, 2, 4, 5]] * 2
 
 
 def test_a_compiled_model_is_counted_without_another_compilation(tmp_path: Path) -> None:

@@ -137,6 +137,20 @@ def test_evaluation_and_pauses_are_not_mixed_in() -> None:
     assert acts(lab.close(), "mean")
 
 
+def test_a_data_parallel_replica_is_not_measured() -> None:
+    """`nn.DataParallel` copies modules with their hooks, and runs the copies on threads (pytorch#128272, #42478)."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    lab = Lab(model, sgd(model), sites=["0"])
+    y = model(torch.ones(2, 4))
+    replica: Any = model[0]._replicate_for_data_parallel()
+    replica.weight, replica.bias = model[0].weight.detach() + 100, model[0].bias.detach()
+    assert len(replica._forward_hooks) == len(model[0]._forward_hooks)
+    replica(torch.ones(2, 4))
+    found = lab.close()
+    assert fires(lab, "0") == 1
+    assert found["act/0/max"] == pytest.approx(y.atanh().abs().max().item(), rel=1e-4)
+
+
 def test_cadence() -> None:
     model = Stack()
     lab = Lab(model, sgd(model), every=3)

@@ -114,6 +114,29 @@ def test_a_skipped_step_is_counted_and_is_no_spike(fused: bool, clip: bool) -> N
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("backoff", [0.5, 0.25])
+@pytest.mark.parametrize("dropped", [(2,), (4,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+def test_of_a_critics_five_updates_each_dropped_one_is_counted(fused: bool, backoff: float, dropped: tuple[int, ...]) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, backoff_factor=backoff)
+    lab = Lab(model, optimizer, scaler)
+    for step in range(2):
+        for update in range(5):
+            scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+            if step and update in dropped:
+                model.weight.grad[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found = lab.close()
+    assert (found["optim/applied"], found["optim/skipped"]) == (10 - len(dropped), len(dropped))
+    assert found["train/loss_scale"] == 2.0**20 * backoff ** len(dropped)
+    if dropped != (4,) or not fused:
+        assert ("grad/norm" in found) == (len(dropped) < 5)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_an_overflow_is_located(fused: bool) -> None:
     row = Scaled(fused).step(poison=True, clip=True)
     assert layer(row, "grad_nonfinite") == {"weight": 4}

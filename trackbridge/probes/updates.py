@@ -1,11 +1,13 @@
 """Updates applied and skipped, and GradScaler's scale.
 
 An unfused optimizer is not called at all when GradScaler finds an overflow; what shows it without a sync is that the scale
-fell while an optimizer did not step. A fused one is called, with `found_inf` on the device, and drops the update itself.
+fell while an optimizer did not step. How often it fell says how many of a critic's several updates in one step were dropped.
+A fused one is called, with `found_inf` on the device, and drops the update itself.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ class UpdateCountProbe:
         self._before, self._overflows, self._falls = (slab.device_view(name) for name in ("scale_before", "overflows", "falls"))
         self._scale_seen, self._stepped = slab.host_view("scale_seen"), slab.host_view("stepped")
         self._calls, self._declined = slab.host_view("calls"), slab.host_view("declined")
+        self._updates, self._fused = 0, False  # calls in this step, and whether one of them drops updates itself
         scaler = self._subject.scaler
         if scaler is not None:
             current = getattr(scaler, "_scale", None)
@@ -62,6 +65,7 @@ class UpdateCountProbe:
     def before_update(self, optimizer: Any, *, closure: bool) -> None:
         found = getattr(optimizer, "found_inf", None)
         if found is not None:
+            self._fused = True
             place = self._subject.place(optimizer)
             with torch.no_grad():
                 self._found_inf[place].copy_(found.reshape(()), non_blocking=True)
@@ -69,17 +73,26 @@ class UpdateCountProbe:
 
     def after_update(self, optimizer: Any, *, closure: bool) -> None:
         self._calls += 1
+        self._updates += 1
         self._stepped[self._subject.place(optimizer)] = 1.0
 
     @torch.no_grad()
     def measure(self) -> None:
-        scale = getattr(self._subject.scaler, "_scale", None)
+        updates, self._updates = self._updates, 0
+        fused, self._fused = self._fused, False
+        scaler = self._subject.scaler
+        scale = getattr(scaler, "_scale", None)
         if scale is None:
             return
         self._scale.copy_(scale, non_blocking=True)
         self._scale_seen[0] = 1.0
         if not self._stepped.all():
             torch.lt(self._scale, self._before, out=self._fell)
+        if not fused and updates != len(self._stepped):
+            backoff = getattr(scaler, "get_backoff_factor", lambda: 0.5)()
+            times = (self._scale / self._before).log2_().div_(math.log2(backoff))
+            self._falls.add_(times.round_().nan_to_num_(0.0, 1.0, 0.0).clamp_(min=0.0))
+        elif not self._stepped.all():
             self._falls.add_(self._fell)
         self._before.copy_(self._scale)
 
