@@ -317,6 +317,7 @@ WELL_SIGNED: dict[str, tuple[str, bytes, str]] = {
     "ids of ids": ("rank-0000/batches.parquet", batches(sample_ids=["[[1]]"]), "no list of numbers and words"),
     "an endless index": ("rank-0000/batches.parquet", batches(index=[float("inf")]), "where a whole number belongs"),
     "tokens that are no object": ("rank-0000/batches.parquet", batches(tokens=["[1]"]), "no object"),
+    "tokens that are null": ("rank-0000/batches.parquet", batches(tokens=["null"]), "no object"),
     "digests that are none": (
         "rank-0000/rng.safetensors",
         safetensors_file(b'{"__metadata__":{"12":"[1]"},"step/12/python":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),

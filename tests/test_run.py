@@ -474,3 +474,58 @@ def test_a_step_number_that_comes_again_is_said_once(tmp_path: Path, caplog: pyt
     assert len(said) == 1 and "step 2 came after step 2" in said[0] and "the later row is shown" in said[0]
     steps, losses = trackbridge.load(run.dir).series("train/loss")
     assert steps.tolist() == [0, 1, 2, 3, 5] and losses[2] == 2.0 and losses[1] == 2.0
+
+
+def _second_watch(case: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `watch` is called with first, and then."""
+
+    def sgd(*models: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+    model, other = nn.Linear(4, 1), nn.Linear(4, 2)
+    optimizer = sgd(model)
+    match case:
+        case "another model":
+            return (model, optimizer), (other, sgd(other))
+        case "an optimizer for the rest":
+            whole, part = nn.Sequential(model, other), torch.optim.Adam(other.parameters())
+            return (whole, optimizer), (whole, part)
+        case "the same again":
+            return (model, optimizer), (model, optimizer)
+        case "one more":
+            return (model, optimizer), ({"g": model, "d": other}, {"g": optimizer, "d": sgd(other)})
+        case "in a wrapper":
+            return (model, optimizer), (nn.Sequential(model), optimizer)
+        case "another optimizer of the same":
+            return (model, optimizer), (model, sgd(model))
+        case "new parameters":
+            return (model, optimizer), (model,)
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("another model", "so Linear is no longer measured"),
+        ("an optimizer for the rest", "so SGD is no longer measured"),
+        ("the same again", ""),
+        ("one more", ""),
+        ("in a wrapper", ""),
+        ("another optimizer of the same", ""),
+        ("new parameters", ""),
+    ],
+)
+def test_a_second_watch_that_drops_something_says_so(
+    case: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GAN's two networks watched in two calls: the first one's series would be missing without a word."""
+    first, second = _second_watch(case)
+    with trackbridge.init(dir=tmp_path, strict=True) as run, caplog.at_level(logging.WARNING, "trackbridge"):
+        run.watch(*first)
+        if case == "new parameters":  # as after sharding
+            for name, parameter in list(first[0].named_parameters()):
+                setattr(first[0], name, nn.Parameter(parameter.detach().clone()))
+            second = first[0], torch.optim.SGD(first[0].parameters(), lr=0.1)
+        run.watch(*second)
+    assert told in caplog.text if told else "no longer measured" not in caplog.text
+    assert not told or 'run.watch({"g": g, "d": d}' in caplog.text

@@ -358,10 +358,14 @@ def test_a_piece_of_the_batch_travels_only_with_leave(tmp_path: Path, upload: bo
     from trackbridge.records import MicroBatch, StepContext
 
     ngram = {"tokens": [7, 8, 9], "count": 4}
-    context = StepContext(-1, 3, 0, {}, (MicroBatch(tokens={"length": 10, "0": {"ngram": ngram, "unique": 5}}),))
-    capsule_parts.write_batches(tmp_path, [context], runs=upload)
-    (kept,) = pd.read_parquet(tmp_path / "batches.parquet")["tokens"]
-    assert json.loads(kept) == {"length": 10, "0": {"ngram": ngram if upload else {"count": 4}, "unique": 5}}
+    written = MicroBatch(tokens={"length": 10, "0": {"ngram": ngram, "unique": 5}})
+    skeleton, leaves = tree.pack({"ids": np.tile(np.arange(11, 19), 4)})
+    kept = MicroBatch(skeleton=skeleton, tensors=tree.to_numpy(leaves))
+    capsule_parts.write_batches(tmp_path, [StepContext(-1, 3, 0, {}, (written, kept))], runs=upload)
+    first, second = map(json.loads, pd.read_parquet(tmp_path / "batches.parquet")["tokens"])
+    assert first == {"length": 10, "0": {"ngram": ngram if upload else {"count": 4}, "unique": 5}}
+    assert second["ids"]["unique"] == 8
+    assert second["ids"]["ngram"] == ({"tokens": list(range(11, 19)), "count": 4} if upload else {"count": 4})
 
 
 def test_batches_kept_beside_are_found_when_the_tracker_renamed_the_capsule(tmp_path: Path) -> None:
@@ -377,6 +381,9 @@ def test_token_statistics_are_words_in_the_post_mortem() -> None:
     seen = {"length": 512, "unique": 90, "min": 0, "max": 255, "top": [32, 0.125], "rarest": [[255, 1]], "entropy": 6.41}
     said = post_mortem._describe(MicroBatch(0, 0, 20, None, None, {"input": seen}))
     assert "input: 512 values, 90 different, from 0 to 255, entropy 6.41 bits, most frequent 32 (12.5%), rarest 255" in said
+    skeleton, leaves = tree.pack({"ids": np.array([3, 3, 5])})
+    of_the_batch = post_mortem._describe(MicroBatch(skeleton=skeleton, tensors=tree.to_numpy(leaves)))
+    assert of_the_batch.startswith("ids: 3 values, 2 different, from 3 to 5")
     assert "{" not in said
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trackbridge import tree
+from trackbridge import tokens, tree
 from trackbridge.records import MicroBatch
 from trackbridge.tokens import NGRAM, token_statistics, tokens_of
 
@@ -76,6 +76,19 @@ def test_floats_and_other_kinds() -> None:
     assert got["f"] == {"length": 4, "counted": 4, "nonfinite": 2}
     assert set(got) == {"f", "z"}
     assert got["z"]["top"] == [5, 1.0] and got["z"]["entropy"] == 0.0
+
+
+def test_a_run_lies_in_one_row_also_of_an_array_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin and end alike hold no run that goes from one to the next."""
+    monkeypatch.setattr(tokens, "MAX_ELEMENTS", 1000)
+    rows = np.random.default_rng(0).permutation(20 * 64).reshape(20, 64) + 10
+    rows[:, :4], rows[:, -4:] = [5, 6, 7, 8], [1, 2, 3, 4]
+    found = token_statistics({"x": rows})["x"]
+    assert found["counted"] == 1000 and "ngram" not in found
+    rows[:, 20:28] = range(8)
+    assert token_statistics({"x": rows})["x"]["ngram"] == {"tokens": list(range(8)), "count": 1000 // 64}
+    long = np.tile(np.arange(50), 60).reshape(1, 3000)
+    assert token_statistics({"x": long})["x"]["ngram"]["count"] == 20
 
 
 def test_a_planted_repeat_is_the_top_ngram() -> None:

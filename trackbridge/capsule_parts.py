@@ -376,7 +376,7 @@ def _sample_ids(text: str) -> tuple[int | str, ...]:
 
 def _tokens(text: str) -> Any:
     statistics = _json(text, BATCHES)
-    if statistics is not None and not isinstance(statistics, dict):
+    if not isinstance(statistics, dict):
         raise CapsuleError(f"{BATCHES} holds token statistics that are no object")
     return statistics
 

@@ -89,7 +89,28 @@ def loss(record: RunRecord) -> Iterator[Finding]:
     if "train/loss" not in record.names:
         yield Finding(0.8, "record", "no loss is recorded, so nothing watches it", "pass it: run.step(loss=loss)")
     if "grad/norm" not in record.names and "grad/norm_clipped" not in record.names:
-        yield Finding(0.5, "record", "no gradient norm is recorded", "call run.watch(model, optimizer) before the first step")
+        what = "no gradient norm is recorded"
+        if any(name.endswith("/grad_norm") for name in record.names):  # of parameters, so several optimizers take turns
+            advice = "it is there in steps in which every watched optimizer stepped: call run.step once after all of them"
+            yield Finding(0.3, "record", f"{what} but of parameters", advice)
+        else:
+            yield Finding(0.5, "record", what, "call run.watch(model, optimizer) before the first step")
+
+
+@_rule
+def idle(record: RunRecord) -> Iterator[Finding]:
+    """Closed steps without an update of any optimizer, as their hooks counted them (which see none in a CUDA graph)."""
+    if not {"optim/applied", "optim/skipped"} <= set(record.names):
+        return
+    (_, applied), (_, left_out) = record.series("optim/applied"), record.series("optim/skipped")
+    still = (np.diff(applied) == 0) & (np.diff(left_out) == 0)
+    if len(still) < 10 or still.mean() <= 0.3 or still[3 * len(still) // 4 :].all():
+        return
+    advice = (
+        "call run.step once for each optimizer.step, and run.micro for each micro-batch of it; updates that a GradScaler drops "
+        "are known with run.watch(model, optimizer, scaler=scaler)"
+    )
+    yield Finding(0.5, "setup", f"in {still.mean():.0%} of the steps no watched optimizer stepped", advice)
 
 
 @_rule

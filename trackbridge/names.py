@@ -56,7 +56,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("train/tokens", "tokens", "tokens consumed so far in this run"),
     Metric(
         "grad/norm", "",
-        "global L2 norm of the gradient, before clipping where that is known (run.clip_grad_norm_ or grad_norm=)",
+        "global L2 norm of the gradient, before clipping where that is known (run.clip_grad_norm_ or grad_norm=); of several "
+        "optimizers where all stepped",
         "sqrt(sum g^2)",
     ),
     Metric("grad/norm_clipped", "", "global L2 norm of the gradient the optimizer used", "sqrt(sum g^2)"),

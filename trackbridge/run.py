@@ -51,7 +51,7 @@ from trackbridge.rundir import RunDirectory, dumps, write_atomic
 from trackbridge.scalars import count, losses, of_samples, scalar, whole
 from trackbridge.skip import SkipPlan, never_came
 from trackbridge.steps import Steps
-from trackbridge.watched import AutoStep, check, device_of, hyperparameters, named
+from trackbridge.watched import AutoStep, check, device_of, hyperparameters, left_behind, named
 
 T = TypeVar("T")
 
@@ -127,6 +127,7 @@ class Run:
         self._watching = False
         self._ended = False
         self._models: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, Optimizer] = {}
         self._auto: AutoStep | None = None
         self._report: FinishReport | None = None
         self._own = OwnScalars()
@@ -234,7 +235,7 @@ class Run:
         generators: Mapping[str, Any] | None = None,
         auto_step: bool = False,
     ) -> None:
-        """Attach the probes. Watching the same objects again changes nothing.
+        """Attach the probes. Watching the same objects again changes nothing; other objects replace them.
 
         Args:
             model: a module, a list of modules, or a mapping; in a mapping the keys prefix the series (``g.head.weight``).
@@ -250,7 +251,13 @@ class Run:
         optimizers = named("optimizer", optimizer, Optimizer) if optimizer is not None else {}
         check(models, optimizers, scaler=scaler, state=state, auto_step=auto_step)
         self._instruments.attach(models, optimizers, scaler)
-        self._models = models
+        if gone := left_behind(self._models, self._optimizers, models, optimizers):
+            logger.warning(
+                "trackbridge: run.watch replaces what was watched before, so %s is no longer measured. Watch several in one "
+                'call: run.watch({"g": g, "d": d}, {"g": of_g, "d": of_d})',
+                ", ".join(gone),
+            )
+        self._models, self._optimizers = models, optimizers
         self._meter.attach(models, device_of(models))
         devices = {parameter.device for module in models.values() for parameter in module.parameters()}
         self._host.watch(devices)
@@ -541,6 +548,7 @@ class Run:
             self._auto.remove()
         self.guard.detach()
         self._instruments.detach()
+        self._optimizers = {}
         self._meter.detach()
         if self._economy is not None:
             self._economy.stop()

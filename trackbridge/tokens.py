@@ -53,7 +53,7 @@ def token_statistics(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
             continue
         head = array if array.size <= MAX_ELEMENTS else array.reshape(-1)[:MAX_ELEMENTS]
         if array.dtype.kind in "iu" and array.size:
-            found[name] = _integers(head)
+            found[name] = _integers(head, array.shape[-1] if array.ndim else 1)
         elif array.dtype.kind == "f":
             found[name] = {"nonfinite": int(head.size - np.isfinite(head).sum())}
         else:
@@ -62,7 +62,8 @@ def token_statistics(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _integers(array: Array) -> dict[str, Any]:
+def _integers(array: Array, width: int) -> dict[str, Any]:
+    """Of an array, or of the first elements of one, whose rows have `width` elements."""
     flat = array.reshape(-1)
     low, high = int(flat.min()), int(flat.max())
     values, base, counts = _count(flat, low, high)
@@ -80,7 +81,7 @@ def _integers(array: Array) -> dict[str, Any]:
         "rarest": [[base + int(values[index]), int(counts[index])] for index in order],
         "entropy": float(max(0.0, -(share * np.log2(share)).sum())),
     }
-    repeated = _ngram(array) if counts.size > 1 else None
+    repeated = _ngram(flat, width) if counts.size > 1 else None
     return statistics if repeated is None else {**statistics, "ngram": repeated}
 
 
@@ -95,9 +96,9 @@ def _count(flat: Array, low: int, high: int) -> tuple[Array, int, Array]:
     return present, low, table[present]
 
 
-def _ngram(array: Array) -> dict[str, Any] | None:
-    rows = array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array.reshape(1, -1)
-    length = rows.shape[1]
+def _ngram(flat: Array, width: int) -> dict[str, Any] | None:
+    length = min(width, flat.size)
+    rows = flat[: flat.size // length * length].reshape(-1, length)  # of a row that was cut off nothing counts
     if length < NGRAM:
         return None
     keys, run = _mix(rows.astype(np.uint64)), 1

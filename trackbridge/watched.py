@@ -75,6 +75,30 @@ def check(
         raise UsageError("auto_step=True needs the optimizer: watch(model, optimizer, auto_step=True)")
 
 
+def left_behind(
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    now: Mapping[str, nn.Module],
+    optimizers_now: Mapping[str, Optimizer],
+) -> list[str]:
+    """The classes of models and optimizers that a second `watch` watches no more, though they could be: a model that is no part
+    of the new ones (in a wrapper or as the same module with new parameters it is), an optimizer of parameters that are still
+    watched and have no other."""
+    watched = {id(p) for module in now.values() for p in module.parameters()}
+    trained = {id(p) for optimizer in optimizers_now.values() for p in _of(optimizer)}
+    gone: list[Any] = [
+        module
+        for module in models.values()
+        if all(module is not other for other in now.values()) and watched.isdisjoint(map(id, module.parameters()))
+    ]
+    gone += [o for o in optimizers.values() if watched.intersection(map(id, _of(o))) and trained.isdisjoint(map(id, _of(o)))]
+    return [type(one).__name__ for one in gone]
+
+
+def _of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def device_of(models: Mapping[str, nn.Module]) -> torch.device:
     """Where the first of their parameters is; the CPU if there is none."""
     return next((p.device for module in models.values() for p in module.parameters()), torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from tests.diagnosis.kit import AT, LAYERS, STEPS, Story, outliers
 from trackbridge import tree
 from trackbridge.detectors import Watch
 from trackbridge.diagnosis import diagnose
+from trackbridge.diagnosis.batch import Batches
 from trackbridge.diagnosis.registry import RULES, Case, rule
 from trackbridge.records import Anomaly, MicroBatch, StepContext
-from trackbridge.tokens import token_statistics
+from trackbridge.tokens import tokens_of
 
 CONTRACT = {
     "corrupt-batch", "rare-token", "label-fault", "repeated-batch", "lr-discontinuity", "optimizer-state-lost",
@@ -276,10 +278,16 @@ def text_batches(kind: str) -> list[StepContext]:
         if step == AT and kind == "rare":
             ids = np.where(random.random((8, 64)) < 0.4, random.integers(200, 204, (8, 64)), ids)
         skeleton, leaves = tree.pack({"ids": ids.astype(np.int64)})
-        arrays = tree.to_numpy(leaves)
-        micro = MicroBatch(0, 0, step, None, f"print-{step}", token_statistics({"ids": ids}), None, skeleton, arrays)
+        micro = MicroBatch(0, 0, step, None, f"print-{step}", skeleton=skeleton, tensors=tree.to_numpy(leaves))
         contexts.append(StepContext(step, step, 0, {}, (micro,)))
     return contexts
+
+
+def test_of_a_kept_batch_the_same_is_known_as_of_one_with_its_statistics_written_down() -> None:
+    kept = text_batches("rare")
+    written = [replace(c, micro=tuple(replace(micro, tokens=tokens_of(micro)) for micro in c.micro)) for c in kept]
+    found = Batches(kept, AT).table
+    assert {("ids", "entropy"), ("ids", "share"), ("ids", "max")} <= found.keys() and found == Batches(written, AT).table
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("binary", "corrupt-batch"), ("rare", "rare-token")])

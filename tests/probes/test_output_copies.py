@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.probes.kit import Lab, sgd
-from trackbridge.probes import cpu, moments, output_copies, site_statistics
+from trackbridge.config import ActivationsConfig, ParametersConfig
+from trackbridge.probes import Instruments, cpu, moments, output_copies, site_statistics
 from trackbridge.probes.moments import WIDTH, add_all_on_cpu, add_on_cpu, finish
 from trackbridge.probes.output_copies import Copies
+from trackbridge.probes.session import Session
 
 LENGTHS = st.sampled_from([1, 2, 7, 100, 4096, cpu.DOT, cpu.DOT + 1, 28224, 33333, 49999, cpu.PIECE])
 KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -120,6 +122,32 @@ def test_another_thread_measures_at_once() -> None:
     assert rows[1, moments.FIRES] == 1 and rows[0, moments.FIRES] == 0
     these.measure()
     assert rows[0].tobytes() == rows[1].tobytes()
+
+
+def test_threads_that_run_one_model_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one merges what it has, another has its turn: its own must not be lost."""
+    rows = np.zeros((1, WIDTH))
+    these = Copies(rows, lambda x, site: None)
+    others = [threading.Thread(target=these.add, args=(torch.full((1000,), 2.0), 0)) for _ in range(2)]
+    merge = moments.merge
+
+    def interrupted(a: Any, b: Any) -> Any:
+        if others:
+            other = others.pop()
+            other.start()
+            other.join(0.05)  # it comes to the end now, or waits for this
+            started.append(other)
+        return merge(a, b)
+
+    started: list[threading.Thread] = []
+    monkeypatch.setattr(moments, "merge", interrupted)
+    monkeypatch.setattr(output_copies, "LONGEST", 10)
+    for _ in range(4):
+        these.add(torch.full((1000,), 4.0), 0)
+    for other in started:
+        other.join()
+    assert rows[0, moments.FIRES] == 6
+    assert rows[0, moments.N] == 6000 and rows[0, moments.MEAN] == pytest.approx(20 / 6)
 
 
 def bfloat(y: Tensor) -> Tensor:
@@ -236,22 +264,54 @@ def test_rooms_come_back_and_are_used_again() -> None:
     first = away[0]
     assert first is not None
     first.measure(rows)
-    these.give(first)
+    first.give_back()
     these.add(torch.randn(100), 0)
     again = these.take()
     assert again is not None and rows[0, moments.FIRES] == 4
     assert these._held.room is first.room
 
 
-def test_a_step_without_a_slot_gives_its_room_back() -> None:
+def watched() -> tuple[nn.Module, Instruments, Session, Copies]:
+    """A model with one site that has no statistics of channels, and what looks at it."""
     model = nn.Sequential(nn.Linear(64, 64))
-    lab = Lab(model, sgd(model), sites=["0"], channels_every=0)
-    session = lab.instruments._session
+    instruments = Instruments(ParametersConfig(), ActivationsConfig(sites=["0"], channels_every=0))
+    instruments.attach({"": model}, {"": sgd(model)})
+    session = instruments._session
     assert session is not None
     copies = session.activations._sites.copies
     assert copies is not None
-    session._ring.take = lambda step: None  # type: ignore[method-assign]
+    return model, instruments, session, copies
+
+
+@pytest.mark.parametrize("what", ["is read", "finds no slot", "is read, but its numbers are not made"])
+def test_the_room_of_a_step_comes_back_when_it(what: str) -> None:
+    model, instruments, session, copies = watched()
+    if what == "finds no slot":
+        session._ring.take = lambda step: None  # type: ignore[method-assign]
+    if what == "is read, but its numbers are not made":  # its formulas have failed; other ranks still merge what it adds up
+        session._readings["the activation probe"].alive = False
     for step in range(3 * output_copies.ROOMS):
         model(torch.randn(4, 64)).sum().backward()
-        assert lab.instruments.close(step) is None
+        slot = instruments.close(step)
+        assert (slot is None) == (what == "finds no slot")
+        if slot is not None:
+            stats = session.slab.unpack(instruments.read(slot).numbers)
+            assert stats["activations"].reshape(-1, WIDTH)[:, moments.FIRES] == 1
     assert copies._unmade == output_copies.ROOMS - 2  # one in use, and one that goes to and fro
+
+
+def test_where_measuring_fails_on_the_scribes_thread_hooks_copy_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("a bug of ours")
+
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    model, instruments, _, copies = watched()
+    model(torch.randn(4, 64)).sum().backward()
+    slot = instruments.close(0)
+    assert slot is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(moments, "add_all_on_cpu", broken)
+        present = instruments.finalize(slot)[1]
+    assert not any(here for name, here in zip(instruments.series, present, strict=True) if name.startswith("act/"))
+    model(torch.randn(4, 64)).sum().backward()
+    assert not copies._held.copies

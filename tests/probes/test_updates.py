@@ -149,6 +149,22 @@ def test_a_growing_scale_skips_nothing_and_a_missing_step_is_not_a_skip() -> Non
     assert scaled.lab.close()["optim/skipped"] == 0
 
 
+def test_what_a_step_was_told_goes_on_when_something_else_is_watched() -> None:
+    """Its loss is the mean of all of its micro-batches, also of those before `watch`."""
+    lab = Lab({}, {})
+    lab.instruments.micro(2.0, 1.0, torch.tensor([9.0, 1.0]))
+    lab.instruments.set("train/loss/part", torch.tensor(7.0))
+    lab.instruments.attach({"": linear()}, {})
+    lab.instruments.micro(torch.tensor(4.0), 1.0)
+    lab.instruments.attach({"": (model := linear())}, {"": sgd(model)})
+    lab.instruments.micro(6.0, 2.0, torch.tensor([3.0]))
+    found = lab.close()
+    assert found["train/loss"] == (2 + 4 + 2 * 6) / 4
+    assert found["train/loss/part"] == 7 and found["train/sample_loss_max"] == 9 and found["train/sample_loss_p50"] == 3
+    lab.instruments.micro(5.0, 1.0)
+    assert lab.close()["train/loss"] == 5
+
+
 def test_counts_go_on_when_something_else_is_watched() -> None:
     scaled = Scaled()
     scaled.step()
@@ -211,6 +227,14 @@ def test_micro_batches_are_weighted_by_tokens() -> None:
     lab.instruments.micro(torch.tensor(2.0), None)
     lab.instruments.micro(4.0, None)
     assert lab.close()["train/loss"] == 3.0
+
+
+def test_losses_that_add_up_to_nothing_finite_are_recorded_without_a_warning() -> None:
+    lab = Lab(linear())
+    for losses, expected in (((math.inf, -math.inf), math.nan), ((1e308, 1e308), math.inf)):
+        for loss in losses:
+            lab.instruments.micro(torch.tensor(loss, dtype=torch.float64), None)
+        assert lab.close()["train/loss"] == pytest.approx(expected, nan_ok=True)
 
 
 def test_an_explicit_loss_wins_over_the_micro_batches() -> None:

@@ -212,13 +212,13 @@ def rare_token(view: View, case: Case) -> None:
 def ranges(view: View) -> list[int]:
     """The rarest tokens of the onset's batch that lie outside the range of all tokens before; for records without batches."""
     found: set[int] = set()
+    recorded = [tokens_of(micro) for micro in view.batch()]
     for tensor in view.batches.tensors:
         low = view.batches.step_values(tensor, "min", 0, view.onset - 1)
         high = view.batches.step_values(tensor, "max", 0, view.onset - 1)
         if len(low) < LEAST or view.batches.is_float(tensor) or tensor in view.batches.targets[:1] != view.batches.tensors[:1]:
             continue
-        for micro in view.batch():
-            statistics = tokens_of(micro).get(tensor)
+        for statistics in (of.get(tensor) for of in recorded):
             rarest = statistics.get("rarest", ()) if isinstance(statistics, dict) else ()
             found |= {int(token) for token, _ in rarest if not low.min() <= token <= high.max()}
     return sorted(found)

@@ -1,5 +1,5 @@
 """Activation statistics, taken in forward hooks while the output is at hand. Nothing of it is kept; on the CPU a copy of what
-is looked at, to the end of the step.
+is looked at, until the scribe has measured it.
 
 Which calls count, and how hooks meet `torch.compile`: see `forward_hooks`. What is measured: `site_statistics`, `routers`,
 `attention`.
@@ -111,13 +111,9 @@ class ActivationProbe:
         return self._sites.take()
 
     def read(self, held: Held, rows: FloatArray) -> None:
-        """Measure it, into the `rows` of the slot, its part "activations". On the scribe's thread."""
+        """Measure it, into `rows`: what the slot has of the field "activations". On the scribe's thread."""
         held.measure(rows.reshape(-1, moments.WIDTH))
-        self._sites.give(held)
-
-    def drop(self, held: Held) -> None:
-        """No slot takes it along."""
-        self._sites.give(held)
+        held.give_back()
 
     def detach(self) -> None:
         for handle in self._handles:

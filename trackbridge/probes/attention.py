@@ -28,6 +28,7 @@ from trackbridge.hooks import Inert, take_off
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.forward_hooks import Counted, Valve
 from trackbridge.probes.gates import ALWAYS, LOGITS, Gates
+from trackbridge.probes.outputs import in_memory
 from trackbridge.probes.sites import blocks
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
@@ -135,6 +136,8 @@ class Watching(TorchFunctionMode):
 
     @torch.no_grad()
     def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not all(in_memory(given) for given in (*args, *kwargs.values()) if isinstance(given, Tensor)):
+            return
         if func is F.scaled_dot_product_attention:
             self._attended(*args, **kwargs)
         elif func is F.multi_head_attention_forward:

@@ -33,6 +33,7 @@ TOTALS = (
     "grad/norm", "grad/norm_clipped", "grad/nonfinite", "grad/unlocated", "grad/zero", "grad/vanishing", "grad/missing",
 )  # fmt: skip
 ELEMENTS_EVERY = 10  # on the CPU, where they take four more passes
+IDLE = -1.0  # while another one stepped
 VANISHING = 1e-6  # RMS of a gradient relative to the median of all parameters
 Scaling: TypeAlias = "tuple[list[int], list[Tensor], Any]"
 _VERSION = attrgetter("_version")
@@ -62,8 +63,8 @@ class GradientProbe(OfGradients):
         self._part = part
         size = len(subject.parameters)
         self._scaled: list[Scaled] = []  # what clipping measured in this step
-        self._stepped: set[int] = set()  # places of the optimizers that did, in this step
-        self._known_to_step: set[int] = set()  # and before it
+        self._before: list[tuple[list[int], Tensor | None]] = []  # what it counted; its total, if all of it is here
+        self._looked: set[int] = set()  # at which optimizers, in this step
         self._owners = np.array(subject.owners, dtype=object)
         self._keys = tuple(subject.models)
         self.fields: tuple[Field, ...] = (
@@ -78,10 +79,9 @@ class GradientProbe(OfGradients):
             Field("clip_copies", len(self._keys) + 1, "host"),
             Field("clip_seen", len(self._keys) + 1, "host"),
             Field("grad_seen", size, "host"),  # 1 + the place of the optimizer that used it
-            Field("grad_held", size, "host"),  # likewise; what a total must cover
+            Field("grad_held", size, "host"),  # likewise; what a total must cover. IDLE: of an optimizer that did not step
             Field("grad_counted", size, "host"),  # non-finite elements were counted before clipping
             Field("grad_elements", 1, "host"),  # this step has largest elements, sums and counts of zeros
-            Field("grad_partial", 1, "host"),  # an optimizer that has stepped before did not
         )
         self.series: tuple[str, ...] = (
             *TOTALS,
@@ -91,7 +91,7 @@ class GradientProbe(OfGradients):
     def attach(self, slab: Slab) -> None:
         self._all, self._fields = Rows(slab, *MEASURED), tuple(Rows(slab, name) for name in MEASURED)
         self._norm, self._nonfinite = self._fields[0], self._fields[2]
-        self._elements, self._partial = slab.host_view("grad_elements"), slab.host_view("grad_partial")
+        self._elements = slab.host_view("grad_elements")
         self._missing = slab.host_view("grad_missing")
         self._sizes = np.array([local(parameter).numel() for parameter in self._subject.parameters], np.float64)
         self._size = slab.host_view("param_size")
@@ -101,12 +101,16 @@ class GradientProbe(OfGradients):
         self._held, self._counted = slab.host_view("grad_held"), slab.host_view("grad_counted")
 
     def measure(self) -> None:
+        """Note which parameters a total norm lacks: when only one of two optimizers stepped, there is none."""
         self._scaled.clear()
+        self._before.clear()
         self._size[:] = self._sizes
-        if self._stepped:  # a critic's steps alone give no total: with the generator's it would jump
-            self._partial[0] = float(not self._known_to_step <= self._stepped)
-            self._known_to_step |= self._stepped
-            self._stepped.clear()
+        if 0 < len(self._looked) < len(self._subject.optimizers):
+            for optimizer in self._subject.optimizers.values():
+                if id(optimizer) not in self._looked:
+                    members = zip(*self._subject.members(optimizer), strict=True)
+                    self._held[[row for row, p in members if p.requires_grad and not self._held[row]]] = IDLE
+        self._looked.clear()
 
     def detach(self) -> None:
         pass
@@ -119,6 +123,7 @@ class GradientProbe(OfGradients):
         gradients."""
         if model is not None and model not in self._subject.models:
             raise UsageError(f"clip_grad_norm_(model={model!r}): watched models are {', '.join(self._subject.models)}")
+        max_norm, norm_type = float(max_norm), float(norm_type)  # as torch does: "inf", or a tensor of one element
         chosen = self._subject.models if model is None else {model: self._subject.models[model]}
         parameters = list({id(p): p for module in chosen.values() for p in module.parameters()}.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -126,7 +131,7 @@ class GradientProbe(OfGradients):
             total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
             with self._part:
-                self._count(parameters)
+                self._count(parameters, None)
             raise
         scaling: Scaling | None = None
         if self._part.alive and not self._gate.paused:
@@ -134,7 +139,7 @@ class GradientProbe(OfGradients):
                 scaling = self._scale(parameters, gradients, max_norm, norm_type, total, foreach)
             with self._part:
                 if scaling is not None:
-                    self._keep(*scaling)
+                    self._keep(*scaling, total)
                 place = len(self._keys) if model is None else self._keys.index(model)
                 self._note(total, norm_type, parameters if scaling is None else None, place)
         if scaling is None:
@@ -167,7 +172,7 @@ class GradientProbe(OfGradients):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         return rows, gradients, reduce.scale(gradients, factor, total, elements=self._with_elements())
 
-    def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any) -> None:
+    def _keep(self, rows: list[int], gradients: list[Tensor], partial: Any, total: Tensor) -> None:
         found = reduce.scaled_summary(partial)
         if len(found) == len(MEASURED):
             self._all.write(rows, found)
@@ -175,6 +180,7 @@ class GradientProbe(OfGradients):
             self._norm.write(rows, found)
             self._nonfinite.write(rows, torch.zeros(len(rows), device="cpu"))  # `reduce.scalable`
         self._counted[rows] = 1.0
+        self._before.append((rows, total))
         self._scaled.append(Scaled(rows, gradients, list(map(_VERSION, gradients))))
 
     @torch.no_grad()
@@ -187,17 +193,19 @@ class GradientProbe(OfGradients):
             self._clip_copies[place] = copies_of(total) or world_size()
         if parameters is None:
             return
+        whole = total if shard is total else None
         if shard.device.type != "cpu":  # to look at the total would be a sync: the device decides
-            self._count(parameters, shard)
+            self._count(parameters, whole, shard)
         elif not math.isfinite(shard.item()):
-            self._count(parameters)
+            self._count(parameters, whole)
 
     @torch.no_grad()
-    def _count(self, parameters: Sequence[Tensor], total: Tensor | None = None) -> None:
+    def _count(self, parameters: Sequence[Tensor], whole: Tensor | None, total: Tensor | None = None) -> None:
         """Count non-finite elements, none where `total` is finite."""
         for rows, gradients in self._gradients(parameters):
             self._nonfinite.write(rows, reduce.nonfinites(gradients, total))
             self._counted[rows] = 1.0
+            self._before.append((rows, whole))
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[Members]:
         rows, gradients = with_gradients(self._subject.rows(parameters), parameters)
@@ -207,8 +215,8 @@ class GradientProbe(OfGradients):
     def _look(self, optimizer: Any) -> None:
         if not self._gate.due(self._every, always=True):
             return
-        self._stepped.add(number := self._subject.place(optimizer))
-        place, elements = 1.0 + number, self._with_elements()
+        self._looked.add(id(optimizer))
+        place, elements = 1.0 + self._subject.place(optimizer), self._with_elements()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer that unscales inside `step`
         members = self._subject.members(optimizer)
         rows, gradients = with_gradients(*members)
@@ -247,15 +255,29 @@ class GradientProbe(OfGradients):
                 self._fields[place].write(rows, values if scale is None else values / scale)
         if summary.nonzero is not None:
             self._fields[4].write(rows, summary.nonzero)
-        new = [i for i, row in enumerate(rows) if not self._counted[row]]  # keeps what was counted before clipping
-        if len(new) == len(rows):
-            self._nonfinite.write(rows, summary.nonfinite)
-        elif new:
-            self._nonfinite.write([rows[i] for i in new], summary.nonfinite[new])
+        self._write_nonfinite(rows, summary.nonfinite)
+
+    def _write_nonfinite(self, rows: list[int], now: Tensor) -> None:
+        """Where clipping may have spread what is non-finite, what was counted before it stays. Where its total was finite there
+        was nothing to spread, and what is there `now` has come since."""
+        latest = {row: place for place, (some, _) in enumerate(self._before) for row in some}
+        places = [latest.get(row) for row in rows]
+        for place in set(places):
+            here = [i for i, of in enumerate(places) if of == place]
+            some, found = [rows[i] for i in here], now if len(here) == len(rows) else now[here]
+            if place is not None:
+                total = self._before[place][1]
+                if total is None:
+                    continue
+                found = torch.where(total.to(found.device).isfinite(), found, self._nonfinite.read(some))
+            self._nonfinite.write(some, found)
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         """An update that GradScaler's overflow check dropped has no norms: a scale that was tried is no spike. It keeps its
-        counts of non-finite elements, which say where the overflow was."""
+        counts of non-finite elements, which say where the overflow was.
+
+        A norm of some of the optimizers is no total: in the next step it would be of others, and look like a spike. One that
+        is not finite is told all the same: no other part can mend it."""
         used = stats["grad_seen"].astype(np.intp)
         overflow = stats["found_inf"] > 0
         seen = stepped = used > 0
@@ -273,15 +295,15 @@ class GradientProbe(OfGradients):
         unlocated = bads > 0 and not (before | (bad < size))[counted].any()
         silent = seen & (norm == 0) & (peak == 0)
         elements = seen & bool(stats["grad_elements"][0])
-        partial = bool(stats["grad_partial"][0] > 0)
-        clipped = bool((stats["clip_seen"] > 0).any()) and not dropped
         vanishing = _vanishing(norm / np.sqrt(size), seen & ~silent)
+        given, used_norm, idle = self._before_clipping(stats, norm, seen), root_sum(norm, seen), stats["grad_held"] < 0
         totals = (
-            self._before_clipping(stats, norm, seen), root_sum(norm, seen), bads, unlocated, silent.sum(), vanishing, missing,
+            given, used_norm, bads, unlocated, silent.sum(), vanishing, missing,
         )  # fmt: skip
         known = (
-            (some or clipped) and (not partial or stats["clip_seen"][-1] > 0),
-            some and not partial,
+            (some or (bool((stats["clip_seen"] > 0).any()) and not dropped))
+            and not (idle.any() and math.isfinite(given) and (idle & ~self._clipped(stats)).any()),
+            some and not (idle.any() and math.isfinite(used_norm)),
             bool(counted.any()) and whole,
             bads > 0 and whole,
             some,
@@ -290,6 +312,12 @@ class GradientProbe(OfGradients):
         )
         values = np.concatenate((totals, norm, peak, bad, added / size, 1.0 - nonzero / size))
         return values, np.concatenate((known, seen, elements, counted, elements, elements))
+
+    def _clipped(self, stats: Stats) -> BoolArray:
+        """The parameters whose norm `clip_grad_norm_` returned."""
+        known = stats["clip_seen"] > 0
+        clipped: BoolArray = np.isin(self._owners, [key for key, mine in zip(self._keys, known, strict=False) if mine])
+        return clipped | bool(known[-1])
 
     def _before_clipping(self, stats: Stats, measured: FloatArray, seen: BoolArray) -> float:
         """What `clip_grad_norm_` returned where it was called, else what was measured; over several models the root sum."""

@@ -300,7 +300,6 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor) -> Table:
 
     Elements are rounded once, as by `torch._foreach_mul_`: the same bits. Where the factor is 1 nothing is written.
     """
-    torch.autograd.graph.increment_version(list(tensors))
     return _launch(tensors, factor=factor, total=total)
 
 

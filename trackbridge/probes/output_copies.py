@@ -21,8 +21,8 @@ from torch import Tensor
 from trackbridge.probes import cpu, moments
 from trackbridge.records import FloatArray
 
-ROOM = 1 << 19  # elements of all copies, 2 MiB: they are still in the cache when they are measured
-ROOMS = 4  # of which the scribe has some: if it falls behind, the training thread measures by itself
+ROOM = 1 << 19  # elements of all copies, 2 MiB; when they fill it, the training thread measures them
+ROOMS = 4  # of which the scribe has some; when it has all others, the training thread measures as well
 LONGEST = cpu.PIECE  # elements of one; of more the arithmetic is what costs
 
 
@@ -37,9 +37,10 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Copies in the order in which they were made, and the room they lie in, float32."""
+    """Copies in the order in which they were made, and the room they lie in, float32: it goes back to the free ones, `home`."""
 
     room: cpu.Array
+    home: deque[cpu.Array]
     copies: list[Copy] = field(default_factory=list)
 
     def measure(self, rows: FloatArray, by_channel: Callable[[Tensor, int], None] | None = None) -> None:
@@ -54,20 +55,26 @@ class Held:
                 if copy.width and by_channel is not None:
                     by_channel(torch.from_numpy(x).view(-1, copy.width), copy.site)
 
+    def give_back(self) -> None:
+        """The copies have been measured, or are not wanted: others may have the room. On any thread; once."""
+        self.home.append(self.room)
+
 
 class Copies:
     """`rows`: where the moments of each site go, shape (sites, `moments.WIDTH`); `by_channel` adds elements of a site, shape
     (tokens, channels), to the statistics of its channels. Copies are measured when there is no room left, and else after the
     step by whoever `take`s them; each gives the bits that it would have given at once, and those of a site are merged in the
-    order in which they came. What another thread than the one that made this has is measured at once."""
+    order in which they came. What another thread than the one that made this has is measured at once. Whoever writes to the
+    statistics has the `lock`."""
 
     def __init__(self, rows: FloatArray, by_channel: Callable[[Tensor, int], None]) -> None:
         self._rows = rows
         self._by_channel = by_channel
-        self._held = Held(np.empty(0, np.float32))
         self._free: deque[cpu.Array] = deque()
+        self._held = Held(np.empty(0, np.float32), self._free)
         self._unmade = ROOMS
         self._thread = threading.get_ident()
+        self.lock = threading.RLock()
 
     def add(self, y: Tensor, site: int) -> None:
         """Elements of an output of `site`, on the CPU."""
@@ -92,23 +99,20 @@ class Copies:
 
     def measure(self) -> None:
         """Measure what is held, and let go of it."""
-        self._held.measure(self._rows, self._by_channel)
+        with self.lock:
+            self._held.measure(self._rows, self._by_channel)
 
     def take(self) -> Held | None:
-        """What is held at the end of a step, to be measured elsewhere and given back; None if there is nothing, or if all rooms
-        are away: then it was measured here."""
+        """What is held at the end of a step, to be measured elsewhere and given back; None if there is nothing, or if no other
+        room is free: then it was measured here."""
         if not self._held.copies:
             return None
         room = self._another()
         if room is None:
             self.measure()
             return None
-        held, self._held = self._held, Held(room)
+        held, self._held = self._held, Held(room, self._free)
         return held
-
-    def give(self, held: Held) -> None:
-        """`held` has been measured, or is not wanted. From any thread."""
-        self._free.append(held.room)
 
     def settle(self, site: int) -> None:
         """Measure what is held of `site`: more of it comes another way."""
@@ -117,9 +121,10 @@ class Copies:
 
     def _at_once(self, y: Tensor, site: int, width: int) -> None:
         self.settle(site)
-        moments.add_on_cpu(y, self._rows[site])
-        if width:
-            self._by_channel(y, site)
+        with self.lock:
+            moments.add_on_cpu(y, self._rows[site])
+            if width:
+                self._by_channel(y, site)
 
     def _make_room(self) -> None:
         self.measure()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trackbridge.probes.subject import PLAIN
+
 DEPTH = 4
 
 
@@ -30,11 +32,34 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def elements(tensor: Tensor) -> Tensor | None:
-    """`tensor`, or the values of a jagged one; None for nested tensors of the old layout, which have no single shape, and for
-    sparse ones."""
-    if not tensor.is_nested:
-        return tensor if tensor.layout is torch.strided else None
-    return tensor.values() if tensor.layout is torch.jagged else None
+    """`tensor`, the values of a jagged one, or this rank's shard of a DTensor; None for nested tensors of the old layout, which
+    have no single shape, for sparse ones, and for others that are not `in_memory`."""
+    if tensor.is_nested:
+        return tensor.values() if tensor.layout is torch.jagged else None
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor if in_memory(tensor) else _shard(tensor)
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether `tensor`, not empty, has its elements in memory of its own, in one shape: not a meta or fake one, and no wrapper
+    around other tensors, such as a DTensor, a nested, a masked or a quantized one."""
+    kind = type(tensor)
+    if kind in PLAIN:
+        return not tensor.is_meta and not tensor.is_nested
+    if hasattr(kind, "__tensor_flatten__") or hasattr(tensor, "fake_mode"):
+        return False
+    return torch.compiler.is_compiling() or tensor.data_ptr() != 0
+
+
+def _shard(tensor: Any) -> Tensor | None:
+    """What of a DTensor this rank has, where that is some of its tokens or all of it, but not some of its channels or parts of
+    sums. Never in a graph."""
+    if torch.compiler.is_compiling() or not hasattr(tensor, "_local_tensor"):
+        return None
+    shard: Tensor = tensor._local_tensor
+    whole = all(each.is_replicate() or (each.is_shard() and each.dim < tensor.dim() - 1) for each in tensor.placements)
+    return shard if whole and shard.numel() and in_memory(shard) else None
 
 
 def tensors(output: Any, depth: int = DEPTH) -> Iterator[Tensor]:

@@ -65,8 +65,9 @@ def extent(tensors: Sequence[Tensor]) -> Extent:
 
 
 def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
-    """True if `scale` can multiply `tensors`: plain, dense, each in memory of its own, on the GPU that `total` is on; or on
-    the CPU, contiguous, of float32 and finite. Nothing that autograd follows: it is not told."""
+    """True if `scale` can multiply `tensors`: plain, dense, each in memory of its own that holds its elements as they are, on
+    the GPU that `total` is on; or on the CPU, contiguous, of float32 and finite. Nothing that autograd follows: it is not
+    told; and nothing made in inference mode, which has no version to tell what was written since."""
     if type(total) is not Tensor or not tensors:
         return False
     on_cpu = total.device.type == "cpu"
@@ -74,6 +75,8 @@ def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
         return False
     dtype = tensors[0].dtype
     if set(map(type, tensors)) != {Tensor} or set(map(_KIND, tensors)) != {(total.device, dtype, torch.strided, False)}:
+        return False
+    if any(map(Tensor.is_neg, tensors)) or any(map(Tensor.is_inference, tensors)):
         return False
     for tensor in itertools.filterfalse(Tensor.is_contiguous, tensors):
         if on_cpu or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -85,6 +88,7 @@ def scalable(tensors: Sequence[Tensor], total: Tensor) -> bool:
 def scale(tensors: Sequence[Tensor], factor: Tensor, total: Tensor, *, elements: bool = True) -> Any:
     """Multiply in place by `factor`, one element, and measure on the way; `scaled_summary` of the result says what was found,
     on the CPU without `elements` only norms. Where the factor is 1 nothing is written."""
+    torch.autograd.graph.increment_version(list(tensors))  # written by address, and autograd may have saved them
     if total.device.type == "cpu":
         by: float | None = factor.item()
         by = None if by == 1.0 else by

@@ -25,7 +25,7 @@ from trackbridge.errors import ConfigError, nearest
 from trackbridge.hooks import attribute
 from trackbridge.probes.base import BoolArray, Stats
 from trackbridge.probes.gates import ALWAYS, OUTPUTS, Gates
-from trackbridge.probes.outputs import tensors
+from trackbridge.probes.outputs import in_memory, tensors
 from trackbridge.probes.sites import modules_of
 from trackbridge.probes.subject import Subject, prefix
 from trackbridge.records import FloatArray
@@ -205,13 +205,13 @@ class Router:
         routers = self.routers
         with torch.no_grad():
             values = assigned(output, self.experts, self.chosen)
-            if values is not None:
+            if values is not None and in_memory(values):
                 place = routers.offset + self.first
                 count(values.detach(), routers.slab, place, self.experts, self.chosen, routers.gate + ALWAYS)
 
     def trace(self, module: nn.Module, inputs: Any, output: Any) -> None:
         values = assigned(output, self.experts, self.chosen)
-        if values is not None:
+        if values is not None and in_memory(values):
             routers = self.routers
             place = routers.offset + self.first
             torch.ops.trackbridge.route(values.detach(), routers.slab, place, self.experts, self.chosen, routers.gate + OUTPUTS)

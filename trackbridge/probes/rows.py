@@ -36,6 +36,12 @@ class Rows:
         else:
             self._view.index_copy_(-1, self._indices(tuple(rows)), values.to(self._view, non_blocking=True))
 
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """What `write` has put there, a copy. Without a sync."""
+        if self._array is not None:
+            return torch.from_numpy(self._array[..., rows])
+        return self._view.index_select(-1, self._indices(tuple(rows)))
+
     def _indices(self, rows: tuple[int, ...]) -> Tensor:
         if rows not in self._index:
             pinned = torch.tensor(rows, device="cpu", pin_memory=self._view.device.type == "cuda")

@@ -45,6 +45,7 @@ class ScalarProbe:
         self._full = False
 
     def attach(self, slab: Slab) -> None:
+        self._slab = slab
         values = slab.device_view("scalars")
         self._cells, self._seen = list(values), slab.host_view("scalars_seen")
         self._array = values.numpy() if slab.device.type == "cpu" else None
@@ -53,6 +54,14 @@ class ScalarProbe:
         self._loss_seen = slab.host_view("loss_seen")
         self._worst, self._rows = slab.device_view("sample_worst"), slab.host_view("sample_rows")
         self._losses = slab.device_view("sample_losses")
+
+    def go_on_from(self, slab: Slab) -> None:
+        """Take over what the step under way has told an earlier session."""
+        for field in self.fields:
+            if field.where == "host":
+                self._slab.host_view(field.name)[:] = slab.host_view(field.name)
+            else:
+                self._slab.device_view(field.name).copy_(slab.device_view(field.name))
 
     def set(self, name: str, value: Tensor) -> None:
         """Copy a tensor of one element into the slab; the last value of a step counts."""
@@ -80,8 +89,10 @@ class ScalarProbe:
         """
         weight = 1.0 if tokens is None else tokens
         if self._sums is not None and not isinstance(weight, Tensor) and (not isinstance(loss, Tensor) or loss.is_cpu):
-            self._sums[0][0] += (loss.item() if isinstance(loss, Tensor) else loss) * weight
-            self._sums[1][0] += weight
+            losses, weights = self._sums
+            # Python's numbers: numpy's own warn where a sum is not finite
+            losses[0] = losses.item() + (loss.item() if isinstance(loss, Tensor) else loss) * weight
+            weights[0] = weights.item() + weight
         else:
             self._add(loss, weight)
         self._loss_seen[0] = 1.0

@@ -143,7 +143,7 @@ class Session:
         of_parameters = (self.gradients, weight_probe, rows, checksums)
         self.shared = self._shared(by_series=(self.updates, self.phases, scalars), of_parameters=of_parameters)
         self._readings = {part.name: Part(f"{part.name}'s numbers", strict=strict) for _, part in self._probes}
-        self._activations_part, self._reading_activations = activation, self._readings[activation.name]
+        self._activations_part = activation
         self._handles: list[Any] = []
         self._rates: dict[str, float] = {}  # of this step's updates: a scheduler may come before its close
         self._under_way: dict[int, int] = {}  # a class that calls its base's `step` has torch call the hooks for each of them
@@ -156,11 +156,12 @@ class Session:
         return self._series
 
     def attach(self, earlier: Session | None) -> None:
-        """Install every hook; counts go on from an `earlier` session."""
+        """Install every hook; counts, and what was told of the step under way, go on from an `earlier` session."""
         for probe, _ in self._probes:
             probe.attach(self.slab)
         if earlier is not None:
             self.updates.go_on_from(earlier.slab)
+            self.scalars.go_on_from(earlier.slab)
         # never traced: a compiled `optimizer.step` breaks its graph around hooks anyway
         before, after = torch.compiler.disable(self._before_update), torch.compiler.disable(self._after_update)  # type: ignore[no-untyped-call]
         for optimizer in self.subject.optimizers.values():
@@ -200,7 +201,7 @@ class Session:
         if slot is not None:
             slot.owner, slot.keep = self, (intervals, held, counts)
         elif held is not None:
-            self.activations.drop(held)
+            held.give_back()
         self.slab.reset()
         self._under_way.clear()
         return slot
@@ -210,9 +211,8 @@ class Session:
         intervals, held, counts = slot.keep
         reading = Reading(self, slot.read(), counts)
         self.phases.read(intervals, self.slab.part(reading.numbers, "phase_s"))
-        if held is not None and self._reading_activations.alive:
-            with self._reading_activations:
-                self.activations.read(held, self.slab.part(reading.numbers, "activations"))
+        if held is not None:  # the hooks' part, though on the scribe's thread: where this fails they have nothing to copy for
+            self._activations_part.run(self.activations.read, held, self.slab.part(reading.numbers, "activations"))
         self._ring.give(slot)
         return reading
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -102,7 +103,8 @@ class Sites:
             self._add_by_channel(x, site)
 
     def _add_by_channel(self, x: Tensor, site: int) -> None:
-        self.channels.add(x, self.slab, site, self._gate + ALWAYS)
+        with self.copies.lock if self.copies is not None else nullcontext():
+            self.channels.add(x, self.slab, site, self._gate + ALWAYS)
 
     def trace(self, y: Tensor, site: int, module: nn.Module) -> None:
         """`add` as operations of a graph; what they do depends on the gates."""
@@ -132,11 +134,6 @@ class Sites:
     def take(self) -> Held | None:
         """The copies of the step that ends, to travel with its slot."""
         return None if self.copies is None else self.copies.take()
-
-    def give(self, held: Held) -> None:
-        """`held` was measured, or is not wanted. From any thread."""
-        if self.copies is not None:
-            self.copies.give(held)
 
     def finalize(self, stats: Stats) -> tuple[FloatArray, BoolArray]:
         rows = stats["activations"].reshape(-1, moments.WIDTH)
