@@ -94,6 +94,7 @@ class GradientProbe(OfGradients):
         self._elements = slab.host_view("grad_elements")
         self._missing = slab.host_view("grad_missing")
         self._whole: list[int] = []  # sizes that parameters had when those of this rank's shards were asked for
+        self._sizes = np.zeros(0)
         self._size = slab.host_view("param_size")
         self._clip_norm = slab.device_view("clip_norm")
         self._clip_seen, self._clip_copies = slab.host_view("clip_seen"), slab.host_view("clip_copies")
