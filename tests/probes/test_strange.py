@@ -414,3 +414,11 @@ def test_threads_that_share_a_model_share_no_mode(tmp_path: Path) -> None:
             thread.join()
         run.step(1.0)
     assert not left
+
+
+def test_a_model_without_parameters_is_watched_as_any() -> None:
+    model = nn.Sequential(nn.ReLU())
+    lab = Lab(model, sites=["0"])
+    model(torch.randn(4, 8))
+    values = lab.close()
+    assert values["act/0/max"] > 0 and "grad/norm" not in values
