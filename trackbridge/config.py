@@ -18,7 +18,6 @@ from trackbridge.rules import Rule
 
 MiB = 1024 * 1024
 PREFIX = "TRACKBRIDGE_"
-_PATTERN = "h.*.attn"
 RAREST = 64
 """Times more rarely than set, at most, that statistics are taken to keep to `max_overhead`."""
 
@@ -399,5 +398,5 @@ def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
         inside = f"; in it: {', '.join(section.model_fields)}" if hasattr(section, "model_fields") else ""
         return f"setting {'.'.join(path)!r} is a section: give it a dict, got {shown}{inside}"
     if "[" in path[-1]:  # a choice or a list, which pydantic tells of one by one
-        path, first = path[:-1], first | {"msg": f"{first['msg']}, or a list such as ['{_PATTERN}']"}
+        path, first = path[:-1], first | {"msg": f"{first['msg']}, or a list such as ['h.*.attn']"}
     return f"setting {'.'.join(path)!r}: {first['msg'].lower()}, got {shown}"

@@ -69,8 +69,6 @@ def test_what_is_not_in_order_in_memory() -> None:
     assert torch.equal(sample(image), image.permute(0, 2, 3, 1).reshape(-1)[:: interval(image.shape)])
     every_other = randn(400, 100)[:, ::2]
     assert torch.equal(sample(every_other), every_other.reshape(-1)[:: interval(every_other.shape)])
-    for tensor in (image, every_other):
-        assert torch.equal(Samples.of([tensor]).flat, sample(tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

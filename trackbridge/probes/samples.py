@@ -19,7 +19,6 @@ from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class Samples:
         layout = Layout.of(tensors)
         if (gathering := _kernels_for(tensors)) is not None:
             return cls(gathering.gather(tensors, layout.counts, layout.intervals), layout)
-        return cls(_copied(tensors, layout.intervals), layout)
+        return cls(_copied(tensors), layout)
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the samples of `tensors` are laid out like these."""
@@ -66,12 +65,12 @@ class Samples:
         sampled; shape (k,). Uses the samples up: on CUDA the differences take their place, and no more memory than they."""
         intervals, counts, sizes = self.layout
         if self.flat.device.type == "cpu":
-            found = torch.from_numpy(cpu.distances(_copied(now, intervals), self.flat, counts))
+            found = torch.from_numpy(cpu.distances(_copied(now), self.flat, counts))
         else:
             if (gathering := _kernels_for(now)) is not None:
                 gathering.subtract(now, counts, intervals, apart := self.flat)
             else:
-                apart = _copied(now, intervals).sub_(self.flat)
+                apart = _copied(now).sub_(self.flat)
             found = reduce.norms(torch.split(apart, list(counts)))
         return found if counts == sizes else found * _roots(counts, sizes, found.device, found.dtype)
 
@@ -82,13 +81,9 @@ def _layout(shapes: tuple[torch.Size, ...]) -> Layout:
     return Layout(intervals, tuple(-(-size // every) for size, every in zip(sizes, intervals, strict=True)), sizes)
 
 
-def _copied(tensors: Sequence[Tensor], intervals: Sequence[int]) -> Tensor:
-    first = tensors[0]
-    if first.is_cpu and first.dtype in (torch.float32, torch.float64) and all(map(Tensor.is_contiguous, tensors)):
-        pairs = zip(tensors, intervals, strict=True)
-        return torch.from_numpy(np.concatenate([t.numpy(force=True).reshape(-1)[::every] for t, every in pairs]))
-    dtype = torch.float64 if first.dtype is torch.float64 else torch.float32
-    joined = cpu.joined if first.is_cpu else torch.cat
+def _copied(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    joined = cpu.joined if tensors[0].device.type == "cpu" else torch.cat
     return joined([sample(tensor).to(dtype) for tensor in tensors])
 
 
